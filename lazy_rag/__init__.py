@@ -1,0 +1,54 @@
+"""lazy-rag: retrieval-augmented generation on position-free cached chunks, in one Python process."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lazy_rag.answer import Answer, Explanation, Receipt, Source
+    from lazy_rag.errors import LazyRAGError
+    from lazy_rag.layout import ChunkRange, LayoutBuilder, Live, PromptLayout, Segment
+    from lazy_rag.prompt import Message
+    from lazy_rag.runtime import Runtime
+    from lazy_rag.sampling import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Answer": "answer",
+    "ChunkRange": "layout",
+    "Explanation": "answer",
+    "LayoutBuilder": "layout",
+    "LazyRAGError": "errors",
+    "Live": "layout",
+    "Message": "prompt",
+    "PromptLayout": "layout",
+    "Receipt": "answer",
+    "Runtime": "runtime",
+    "SamplingParams": "sampling",
+    "Segment": "layout",
+    "Source": "answer",
+}
+__all__ = [
+    "Answer",
+    "ChunkRange",
+    "Explanation",
+    "LayoutBuilder",
+    "LazyRAGError",
+    "Live",
+    "Message",
+    "PromptLayout",
+    "Receipt",
+    "Runtime",
+    "SamplingParams",
+    "Segment",
+    "Source",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use: `import lazy_rag` stays instant and pulls in neither torch nor transformers."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lazy_rag' has no attribute {name!r}")
+    return getattr(import_module(f"lazy_rag.{_HOMES[name]}"), name)

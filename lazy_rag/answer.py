@@ -1,0 +1,143 @@
+"""What a user gets back: the answer, where it came from, and a truthful record of what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lazy_rag.engine import ChunkUse, Completion, Times
+from lazy_rag.keys import ChunkId
+from lazy_rag.layout import PromptLayout
+
+
+@dataclass(frozen=True)
+class Source:
+    """A chunk that was in the prompt. `score`: cosine similarity to the question, None when ids were given."""
+
+    chunk_id: ChunkId
+    text: str
+    score: float | None = None
+    document_id: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Whether a segment's KV would be found if the layout ran now, and why."""
+
+    chunk_id: ChunkId
+    offset: int
+    hit: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The record of one request. Every prompt token is reused, encoded or live:
+
+    tokens_reused    prompt tokens whose KV was already there (in memory or on disk)
+    tokens_encoded   prompt tokens of chunks that were computed for the cache while this request waited
+    tokens_live      prompt tokens computed for this request only
+    tokens_repaired  those of the live tokens that repeat a chunk's text (`repair`)
+    """
+
+    chunks: tuple[ChunkUse, ...]
+    tokens_reused: int
+    tokens_encoded: int
+    tokens_live: int
+    tokens_repaired: int
+    tokens_generated: int
+    times: Times
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.tokens_reused + self.tokens_encoded + self.tokens_live
+
+    @property
+    def reuse(self) -> float:
+        """Share of the chunk tokens that came from the cache, 0 to 1; 1 when there were none."""
+        cached = self.tokens_reused + self.tokens_encoded
+        return self.tokens_reused / cached if cached else 1.0
+
+    def __str__(self) -> str:
+        lines = [f"{'chunk':<14}{'offset':>8}{'tokens':>8}  found in"]
+        lines += [f"{use.chunk_id[:12]:<14}{use.offset:>8}{use.length:>8}  {use.tier}" for use in self.chunks]
+        lines.append(
+            f"tokens: {self.tokens_reused} reused, {self.tokens_encoded} encoded, {self.tokens_live} live"
+            + (f" ({self.tokens_repaired} of them repaired)" if self.tokens_repaired else "")
+            + f"; {self.reuse:.0%} of chunk tokens from cache"
+        )
+        times = self.times
+        lines.append(
+            f"first token {1000 * (times.retrieve + times.first_token):.0f} ms "
+            f"(retrieve {1000 * times.retrieve:.0f}, encode {1000 * times.encode:.0f}, "
+            f"prefill {1000 * times.prefill:.0f})"
+            + (f"; {(self.tokens_generated - 1) / times.decode:.1f} tokens/s after it" if self._has_rate() else "")
+        )
+        return "\n".join(lines)
+
+    def _has_rate(self) -> bool:
+        return self.tokens_generated > 1 and self.times.decode > 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`finish_reason`: "stop" (end token or stop string), "length" or "cancelled".
+
+    `dropped` lists chunks that did not fit the context, lowest-ranked last. `logprobs` are of the chosen tokens under
+    the model's own distribution, when `SamplingParams(logprobs=True)`.
+    """
+
+    text: str
+    sources: tuple[Source, ...]
+    receipt: Receipt
+    finish_reason: str
+    usage: dict[str, int]
+    dropped: tuple[ChunkId, ...]
+    logprobs: tuple[float, ...] | None
+    token_ids: tuple[int, ...]
+    layout: PromptLayout
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        from lazy_rag.display import answer_html
+
+        return answer_html(self)
+
+
+def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float) -> Receipt:
+    completion.times.retrieve = retrieve
+    reused = sum(use.length for use in completion.uses if use.hit)
+    return Receipt(
+        chunks=completion.uses,
+        tokens_reused=reused,
+        tokens_encoded=sum(use.length for use in completion.uses) - reused,
+        tokens_live=layout.live_tokens,
+        tokens_repaired=layout.repaired_tokens,
+        tokens_generated=len(completion.token_ids),
+        times=completion.times,
+    )
+
+
+def make_answer(
+    layout: PromptLayout, completion: Completion, sources: tuple[Source, ...], retrieve: float = 0.0
+) -> Answer:
+    receipt = make_receipt(layout, completion, retrieve)
+    return Answer(
+        text=completion.text,
+        sources=sources,
+        receipt=receipt,
+        finish_reason=completion.finish_reason,
+        usage={
+            "prompt_tokens": receipt.prompt_tokens,
+            "completion_tokens": receipt.tokens_generated,
+            "total_tokens": receipt.prompt_tokens + receipt.tokens_generated,
+            "cached_tokens": receipt.tokens_reused,
+        },
+        dropped=layout.dropped,
+        logprobs=completion.logprobs,
+        token_ids=completion.token_ids,
+        layout=layout,
+    )

@@ -1,0 +1,217 @@
+"""Putting a runtime's parts together: the constructor's arguments become a model, a key space, a pool and an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazy_rag.assembly import Assembler
+from lazy_rag.cache import CachedChunk, ChunkCache
+from lazy_rag.chunking import Chunker
+from lazy_rag.engine import Engine
+from lazy_rag.errors import ConfigError, StoreError
+from lazy_rag.keys import ChunkId, KeySpace, config_fingerprint, weights_fingerprint
+from lazy_rag.layout import Chunk
+from lazy_rag.model import LanguageModel
+from lazy_rag.policy import EvictionPolicy, make_policy
+from lazy_rag.pool import PageLayout, PagePool
+from lazy_rag.prompt import ChatFormat
+from lazy_rag.store import KVRecords, Manifest, open_folder, read_manifest
+from lazy_rag.tokens import TextTokenizer
+
+_HOST_CACHE_BYTES = 4 << 30  # most memory taken for pages on a machine without a GPU unless asked for
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The constructor's arguments that shape chunks and pages, checked."""
+
+    device: torch.device
+    dtype: torch.dtype
+    prefix: str
+    separator: str
+    max_context: int | None
+    cache_bytes: int | None
+    encode_tokens: int
+    page_size: int
+    impl: str
+    max_queue: int | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        device: str | torch.device | None,
+        dtype: torch.dtype | str | None,
+        impl: str | None,
+        **rest: Any,
+    ) -> Settings:
+        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = where.type == "cuda"
+        kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if kind is None:
+            kind = torch.bfloat16 if on_gpu else torch.float32
+        if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ConfigError(f"dtype={dtype!r} is not a floating-point type: use float16, bfloat16 or float32")
+        for name in ("encode_tokens", "page_size", "max_context", "cache_bytes", "max_queue"):
+            value = rest[name]
+            optional = name in ("max_context", "cache_bytes", "max_queue")
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a positive whole number")
+        for name in ("prefix", "separator"):
+            if not isinstance(rest[name], str):
+                raise ConfigError(f"{name}={rest[name]!r} must be a string")
+        chosen = impl or ("triton" if on_gpu else "reference")
+        if chosen not in ("triton", "reference"):
+            raise ConfigError(f'impl={impl!r} is not one of "triton", "reference"')
+        return cls(device=where, dtype=kind, impl=chosen, **rest)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a runtime is made of, besides its retriever."""
+
+    model: LanguageModel
+    tokens: TextTokenizer
+    keys: KeySpace
+    chunker: Chunker
+    assembler: Assembler
+    engine: Engine
+    prefix: Chunk | None
+    records: KVRecords | None
+    layout: str
+    max_context: int
+
+
+def build(
+    model: Any, tokenizer: Any, settings: Settings, *, policy: str | EvictionPolicy, store: Path | None
+) -> Parts:
+    """Examine the model, key it, size the pool, and make the engine (not yet started)."""
+    language_model = LanguageModel(model)
+    try:
+        return _build(language_model, tokenizer, settings, policy, store)
+    except BaseException:
+        language_model.release()
+        raise
+
+
+def _build(
+    model: LanguageModel, tokenizer: Any, settings: Settings, policy: str | EvictionPolicy, store: Path | None
+) -> Parts:
+    tokens = TextTokenizer(tokenizer)
+    chat = ChatFormat(tokens)
+    prefix_ids = _prefix_tokens(settings.prefix, tokens, chat)
+    max_context = settings.max_context or model.max_positions
+    if max_context > model.max_positions:
+        raise ConfigError(f"max_context={max_context} is more than the model's {model.max_positions} positions")
+    if len(prefix_ids) >= max_context:
+        raise ConfigError(f"the encode prefix has {len(prefix_ids)} tokens, the context only {max_context}")
+    layout = PageLayout(model.kv_shapes, settings.page_size)
+    fields = key_fields(model, tokens, f"{layout.describe()} {model.dtype}")
+    prefix = None
+    if prefix_ids:
+        prefix = Chunk(KeySpace({**fields, "prefix": ""}).chunk_id("", prefix_ids), prefix_ids, 0)
+    keys = KeySpace({**fields, "prefix": prefix.id if prefix else ""})
+    records = None if store is None else KVRecords(store, fields["layout"])
+    pool = PagePool(
+        layout,
+        _cache_bytes(settings) // (layout.elements * model.dtype.itemsize),
+        dtype=model.dtype,
+        device=model.device,
+    )
+    cache = ChunkCache(pool, make_policy(policy), None if records is None else _spill(pool, records))
+    engine = Engine(
+        model,
+        cache,
+        prefix=prefix,
+        encode_tokens=settings.encode_tokens,
+        impl=settings.impl,
+        decode=tokens.decode,
+        end_ids=tokens.eos_ids(model.model.generation_config),
+        records=records,
+        max_queue=settings.max_queue,
+    )
+    base = len(prefix_ids)
+    return Parts(
+        model=model,
+        tokens=tokens,
+        keys=keys,
+        chunker=Chunker(tokens, keys, separator=settings.separator, base=base, max_tokens=max_context - base),
+        assembler=Assembler(tokens, chat, prefix=prefix, page_size=settings.page_size, max_context=max_context),
+        engine=engine,
+        prefix=prefix,
+        records=records,
+        layout=fields["layout"],
+        max_context=max_context,
+    )
+
+
+def _prefix_tokens(prefix: str, tokens: TextTokenizer, chat: ChatFormat) -> tuple[int, ...]:
+    """The encode prefix: the template's opening, nothing, or a given text (markup allowed: it is the developer's)."""
+    if prefix == "none":
+        return ()
+    if prefix == "shared":
+        return chat.prefix()
+    ids = tokens.template(prefix)
+    if tokens.bos_id is not None and ids[:1] != (tokens.bos_id,):
+        ids = (tokens.bos_id, *ids)
+    return ids
+
+
+def key_fields(model: LanguageModel, tokens: TextTokenizer, layout: str) -> dict[str, str]:
+    """Everything the KV of a chunk depends on, besides the prefix, the namespace and the tokens (design: keys)."""
+    config = model.config.to_dict()
+    quantisation = config.pop("quantization_config", None)
+    adapters = getattr(model.model, "peft_config", None) or {}
+    return {
+        "weights": weights_fingerprint(model.model),
+        "config": config_fingerprint(config),
+        "quantisation": str(quantisation),
+        "adapter": str(sorted((name, str(adapter)) for name, adapter in adapters.items())),
+        "tokenizer": tokens.fingerprint().hex(),
+        "rope": model.rope.describe(),
+        "layout": layout,
+    }
+
+
+def _cache_bytes(settings: Settings) -> int:
+    if settings.cache_bytes is not None:
+        return settings.cache_bytes
+    if settings.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(settings.device)
+        return int(free * 0.8)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory // 4, _HOST_CACHE_BYTES)
+
+
+def _spill(pool: PagePool, records: KVRecords) -> Callable[[CachedChunk], None]:
+    def spill(entry: CachedChunk) -> None:
+        records.save(entry.chunk, pool.read(entry.pages))
+
+    return spill
+
+
+def open_store(folder: Path) -> Manifest | None:
+    """Create or open a store folder; its manifest when it has one."""
+    return read_manifest(open_folder(folder))
+
+
+def check_store_fits(manifest: Manifest | None, keys: KeySpace, folder: Path) -> None:
+    """Raises StoreError when a store was made under other conditions, so that none of its ids could ever match."""
+    if manifest is not None and manifest.key_space != keys.id:
+        raise StoreError(
+            f"the store {str(folder)!r} was made with another model, tokenizer, dtype, page size or prefix "
+            f"(model {manifest.model!r}, options {manifest.options}): open it with those, or add the documents to a "
+            "new store"
+        )
+
+
+def chunk_ids(ids: Any) -> list[ChunkId]:
+    return [ChunkId(i) for i in ids]

@@ -1,0 +1,649 @@
+"""The SQLite catalog behind the retriever: documents, chunks, rows, vectors, and the filter language.
+
+    documents 1 ── n rows n ── 1 chunks 1 ── 0..1 vectors
+
+A row is one occurrence of a chunk in a document. Vector and row ids come from AUTOINCREMENT: they only grow and are
+never given twice, also after deletes. A chunk lives as long as a row refers to it. One thread uses all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazy_rag.errors import RetrieverError, StoreError, UnknownChunkError
+
+ChunkId = str
+
+SCHEMA_VERSION = 1
+_APPLICATION_ID = 0x4C5A5247
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE documents (
+    document_key INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, document_id TEXT NOT NULL,
+    UNIQUE (namespace, document_id));
+CREATE TABLE chunks (
+    vector_id INTEGER PRIMARY KEY AUTOINCREMENT, chunk_id TEXT NOT NULL UNIQUE, namespace TEXT NOT NULL,
+    text TEXT NOT NULL, token_ids BLOB NOT NULL);
+CREATE INDEX chunks_by_namespace ON chunks (namespace, vector_id);
+CREATE TABLE rows (
+    row_id INTEGER PRIMARY KEY AUTOINCREMENT,
+    document_key INTEGER NOT NULL REFERENCES documents (document_key) ON DELETE CASCADE,
+    vector_id INTEGER NOT NULL REFERENCES chunks (vector_id),
+    ordinal INTEGER NOT NULL, metadata TEXT NOT NULL);
+CREATE INDEX rows_by_document ON rows (document_key, ordinal);
+CREATE INDEX rows_by_chunk ON rows (vector_id, row_id);
+CREATE TABLE vectors (
+    vector_id INTEGER PRIMARY KEY REFERENCES chunks (vector_id) ON DELETE CASCADE,
+    data BLOB NOT NULL, digest BLOB NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """One chunk as the caller knows it. `chunk_id` is the hex content hash; `token_ids` are the stored tokens."""
+
+    chunk_id: str
+    namespace: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One search result. `score` is the cosine similarity in [-1, 1], higher is better. `document_id`, `ordinal` (place
+    of the chunk in its document) and `metadata` belong to the oldest matching occurrence of the chunk."""
+
+    chunk_id: str
+    text: str
+    score: float
+    metadata: dict[str, Any]
+    document_id: str
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a write did: chunk ids that became known, and chunk ids no document refers to any more."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DocumentWrite:
+    """A document to store: its chunks in order, and one encoded metadata text per chunk."""
+
+    document_id: str
+    namespace: str
+    chunks: tuple[ChunkRecord, ...]
+    metadata: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Result of a write. `vectors`: vector id to float32 `[d]` for new ones; `dropped`: vector ids of removed chunks;
+    `before` and `after`: state tokens around the write (equal when nothing changed)."""
+
+    change: Change
+    vectors: dict[int, NDArray[np.float32]]
+    dropped: tuple[int, ...]
+    before: str
+    after: str
+
+
+class MissingVectors(Exception):
+    """A write that needs vectors for chunks nobody has embedded yet; nothing was written."""
+
+
+class Catalog:
+    """One SQLite database, in memory or in a file. Each writing method is one atomic transaction."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Open or create. Raises StoreError for a file of another kind or schema version."""
+        self._db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, timeout=30.0)
+        try:
+            self._prepare(path)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, path: Path | None) -> None:
+        try:
+            self._db.execute("PRAGMA foreign_keys = ON")
+            self._db.execute("PRAGMA synchronous = FULL")
+            with self._transaction():
+                application, version = self._value("PRAGMA application_id"), self._value("PRAGMA user_version")
+                if application == 0 and version == 0 and not self._value("SELECT COUNT(*) FROM sqlite_master"):
+                    for statement in _SCHEMA.split(";\n"):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                    self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                    self._touch()
+                    return
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot open the catalog {path}: {error}") from error
+        if application != _APPLICATION_ID:
+            raise StoreError(f"{path} is an SQLite file of another program; choose another folder")
+        if version != SCHEMA_VERSION:
+            raise StoreError(
+                f"{path} has schema version {version}, this lazy-rag reads version {SCHEMA_VERSION}; "
+                "open it with the release that wrote it, or add the documents again in a new folder"
+            )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """All reads inside see one state of the database, whatever other processes write."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+    def _value(self, sql: str, *parameters: Any) -> Any:
+        row = self._db.execute(sql, parameters).fetchone()
+        return None if row is None else row[0]
+
+    def _get(self, key: str) -> str | None:
+        value: str | None = self._value("SELECT value FROM meta WHERE key = ?", key)
+        return value
+
+    def _set(self, key: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def _touch(self) -> str:
+        """A new state token: two databases with equal tokens have equal content."""
+        token = secrets.token_hex(16)
+        self._set("state", token)
+        return token
+
+    @property
+    def state(self) -> str:
+        """Token that every write replaces."""
+        return self._get("state") or ""
+
+    def identity(self) -> tuple[str, int] | None:
+        """Name and dimension of the embedder the vectors come from; None before the first one."""
+        name, dimension = self._get("embedder_name"), self._get("embedder_dimension")
+        return None if name is None or dimension is None else (name, int(dimension))
+
+    def claim(self, name: str, dimension: int) -> None:
+        """Bind the catalog to an embedder. Raises RetrieverError when it is bound to another."""
+        with self._transaction():
+            stored = self.identity()
+            if stored is None:
+                self._set("embedder_name", name)
+                self._set("embedder_dimension", str(dimension))
+            elif stored != (name, dimension):
+                raise RetrieverError(
+                    f"this index was built with embedder {stored[0]!r} (dimension {stored[1]}), not with {name!r} "
+                    f"(dimension {dimension}); open it with {stored[0]!r}, or add the documents again in a new folder"
+                )
+
+    def index_record(self) -> tuple[str | None, str | None]:
+        """State token and file digest at the time the index file was last written."""
+        return self._get("index_state"), self._get("index_digest")
+
+    def record_index(self, state: str, digest: str) -> None:
+        """Remember that the index file with `digest` holds the vectors of `state`."""
+        with self._transaction():
+            self._set("index_state", state)
+            self._set("index_digest", digest)
+
+    def copy_to(self, target: Catalog) -> None:
+        """Replace the target's content by this one's, in one transaction of the target."""
+        self._db.backup(target._db)
+
+    def close(self) -> None:
+        self._db.close()
+
+    # Reading
+
+    def known(self, chunk_ids: Iterable[str]) -> dict[str, ChunkRecord]:
+        """Records of the ids that exist."""
+        found = self._db.execute(
+            "SELECT chunk_id, namespace, text, token_ids FROM chunks "
+            "WHERE chunk_id IN (SELECT value FROM json_each(?))",
+            (json.dumps(list(chunk_ids)),),
+        )
+        return {row[0]: ChunkRecord(row[0], row[1], row[2], _tokens(row[3])) for row in found}
+
+    def _numbers(self, chunk_ids: Iterable[str]) -> list[tuple[str, int, bool]]:
+        return self._db.execute(
+            "SELECT chunk_id, vector_id, vector_id IN (SELECT vector_id FROM vectors) FROM chunks "
+            "WHERE chunk_id IN (SELECT value FROM json_each(?))",
+            (json.dumps(list(chunk_ids)),),
+        ).fetchall()
+
+    def unembedded_of(self, chunk_ids: Iterable[str]) -> set[str]:
+        """Those of the ids that have no stored vector, because the chunk is new or was added without an embedder."""
+        wanted = set(chunk_ids)
+        return wanted - {chunk_id for chunk_id, _, has_vector in self._numbers(wanted) if has_vector}
+
+    def chunk(self, chunk_id: str) -> ChunkRecord:
+        found = self.known([chunk_id])
+        if chunk_id not in found:
+            raise UnknownChunkError(f"chunk {chunk_id!r} is not in the catalog")
+        return found[chunk_id]
+
+    def chunk_ids(self, namespace: str | None) -> list[str]:
+        sql = "SELECT chunk_id FROM chunks WHERE ?1 IS NULL OR namespace = ?1 ORDER BY vector_id"
+        return [row[0] for row in self._db.execute(sql, (namespace,))]
+
+    def documents(self, namespace: str) -> list[str]:
+        sql = "SELECT document_id FROM documents WHERE namespace = ? ORDER BY document_key"
+        return [row[0] for row in self._db.execute(sql, (namespace,))]
+
+    def row_count(self) -> int:
+        return int(self._value("SELECT COUNT(*) FROM rows"))
+
+    def has_chunks(self, namespace: str) -> bool:
+        return bool(self._value("SELECT EXISTS (SELECT 1 FROM chunks WHERE namespace = ?)", namespace))
+
+    def unembedded(self) -> dict[int, str]:
+        """Vector id to text of the chunks without a vector."""
+        sql = "SELECT vector_id, text FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM vectors)"
+        return dict(self._db.execute(sql).fetchall())
+
+    def vector_ids(self) -> NDArray[np.int64]:
+        """All ids with a stored vector, int64 `[n]`, ascending."""
+        found = self._db.execute("SELECT vector_id FROM vectors ORDER BY vector_id").fetchall()
+        return np.array([row[0] for row in found], dtype=np.int64)
+
+    def load_vectors(self, dimension: int) -> tuple[NDArray[np.int64], NDArray[np.float32], list[int]]:
+        """Ids int64 `[n]` ascending, vectors float32 `[n, d]`, and the ids whose stored bytes are damaged."""
+        ids: list[int] = []
+        blobs: list[bytes] = []
+        damaged: list[int] = []
+        for vector_id, data, digest in self._db.execute("SELECT * FROM vectors ORDER BY vector_id"):
+            if len(data) == 4 * dimension and _digest(data) == digest:
+                ids.append(vector_id)
+                blobs.append(data)
+            else:
+                damaged.append(vector_id)
+        matrix = np.frombuffer(b"".join(blobs), dtype="<f4").astype(np.float32).reshape(len(ids), dimension)
+        return np.array(ids, dtype=np.int64), matrix, damaged
+
+    def candidates(self, namespace: str, where: Filter | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Vector ids (ascending) with a row in the namespace that passes the filter, and the lowest such row id of
+        each; int64 `[n]` both."""
+        found = self._db.execute(
+            "SELECT r.vector_id, MIN(r.row_id) FROM rows r JOIN documents d USING (document_key) WHERE d.namespace = ? "
+            f"AND {where.sql if where else '1'} GROUP BY r.vector_id ORDER BY r.vector_id",
+            (namespace, *(where.parameters if where else ())),
+        ).fetchall()
+        pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
+        return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+
+    def hits(self, scored: Sequence[tuple[int, float]]) -> list[Hit]:
+        """Hits for (row id, score) pairs, in their order."""
+        found = self._db.execute(
+            "SELECT r.row_id, c.chunk_id, c.text, r.metadata, d.document_id, r.ordinal FROM rows r "
+            "JOIN chunks c USING (vector_id) JOIN documents d USING (document_key) "
+            "WHERE r.row_id IN (SELECT value FROM json_each(?))",
+            (json.dumps([row for row, _ in scored]),),
+        )
+        by_row = {row[0]: row[1:] for row in found}
+        result = []
+        for row, score in scored:
+            chunk_id, text, metadata, document_id, ordinal = by_row[row]
+            result.append(Hit(chunk_id, text, score, decode_metadata(metadata), document_id, ordinal))
+        return result
+
+    def problems(self) -> list[str]:
+        """Structural faults of the database itself."""
+        found = [f"catalog: {row[0]}" for row in self._db.execute("PRAGMA integrity_check") if row[0] != "ok"]
+        found += [f"catalog: broken reference in {row[0]}" for row in self._db.execute("PRAGMA foreign_key_check")]
+        orphans = "SELECT chunk_id FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM rows)"
+        found += [f"chunk {row[0]} belongs to no document" for row in self._db.execute(orphans)]
+        return found
+
+    # Writing
+
+    def replace(
+        self, writes: Sequence[DocumentWrite], vectors: Mapping[str, NDArray[np.float32]], need_vectors: bool
+    ) -> Written:
+        """Store documents, each replacing its earlier version; unchanged chunks keep their rows.
+
+        `vectors`: unit vectors by chunk id. With `need_vectors` raises MissingVectors when a chunk would be left
+        without one. Raises RetrieverError when a chunk id is known with other content."""
+        with self._transaction():
+            before = self.state
+            changes = self._db.total_changes
+            added = self._insert_chunks(writes)
+            touched: set[int] = set()
+            for write in writes:
+                touched |= self._replace_rows(write)
+            removed = self._drop_unreferenced(touched)
+            stored = self._insert_vectors(writes, vectors, need_vectors)
+            after = self._touch() if self._db.total_changes != changes else before
+        return Written(Change(tuple(added), tuple(removed.values())), stored, tuple(removed), before, after)
+
+    def _insert_chunks(self, writes: Sequence[DocumentWrite]) -> list[str]:
+        records: dict[str, ChunkRecord] = {}
+        for record in (chunk for write in writes for chunk in write.chunks):
+            if records.setdefault(record.chunk_id, record) != record:
+                raise _conflict(record)
+        known = self.known(records)
+        for chunk_id, stored in known.items():
+            if stored != records[chunk_id]:
+                raise _conflict(stored)
+        added = [chunk_id for chunk_id in records if chunk_id not in known]
+        self._db.executemany(
+            "INSERT INTO chunks (chunk_id, namespace, text, token_ids) VALUES (?, ?, ?, ?)",
+            (
+                (chunk_id, record.namespace, record.text, _token_bytes(record))
+                for chunk_id, record in records.items()
+                if chunk_id not in known
+            ),
+        )
+        return added
+
+    def _replace_rows(self, write: DocumentWrite) -> set[int]:
+        """Bring the rows of one document to the wanted list; returns vector ids that lost a row."""
+        self._db.execute(
+            "INSERT OR IGNORE INTO documents (namespace, document_id) SELECT ?1, ?2 WHERE NOT EXISTS "
+            "(SELECT 1 FROM documents WHERE namespace = ?1 AND document_id = ?2)",
+            (write.namespace, write.document_id),
+        )
+        key = self._value(
+            "SELECT document_key FROM documents WHERE namespace = ? AND document_id = ?",
+            write.namespace,
+            write.document_id,
+        )
+        old: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        sql = "SELECT vector_id, row_id, ordinal, metadata FROM rows WHERE document_key = ? ORDER BY ordinal DESC"
+        for vector_id, *rest in self._db.execute(sql, (key,)):
+            old[vector_id].append(tuple(rest))
+        ids = {chunk_id: number for chunk_id, number, _ in self._numbers({c.chunk_id for c in write.chunks})}
+        for ordinal, (chunk, metadata) in enumerate(zip(write.chunks, write.metadata, strict=True)):
+            vector_id = ids[chunk.chunk_id]
+            if not old[vector_id]:
+                self._db.execute(
+                    "INSERT INTO rows (document_key, vector_id, ordinal, metadata) VALUES (?, ?, ?, ?)",
+                    (key, vector_id, ordinal, metadata),
+                )
+                continue
+            row_id, old_ordinal, old_metadata = old[vector_id].pop()
+            if (old_ordinal, old_metadata) != (ordinal, metadata):
+                self._db.execute(
+                    "UPDATE rows SET ordinal = ?, metadata = ? WHERE row_id = ?", (ordinal, metadata, row_id)
+                )
+        leftover = [(row[0],) for rows in old.values() for row in rows]
+        self._db.executemany("DELETE FROM rows WHERE row_id = ?", leftover)
+        return {vector_id for vector_id, rows in old.items() if rows}
+
+    def _drop_unreferenced(self, vector_ids: Iterable[int]) -> dict[int, str]:
+        """Delete those chunks that have no row left; vector id to chunk id, ascending."""
+        found = self._db.execute(
+            "SELECT vector_id, chunk_id FROM chunks WHERE vector_id IN (SELECT value FROM json_each(?)) "
+            "AND vector_id NOT IN (SELECT vector_id FROM rows) ORDER BY vector_id",
+            (json.dumps(list(vector_ids)),),
+        ).fetchall()
+        self._db.executemany("DELETE FROM chunks WHERE vector_id = ?", [(row[0],) for row in found])
+        return dict(found)
+
+    def _insert_vectors(
+        self, writes: Sequence[DocumentWrite], vectors: Mapping[str, NDArray[np.float32]], need_vectors: bool
+    ) -> dict[int, NDArray[np.float32]]:
+        wanted = {chunk.chunk_id for write in writes for chunk in write.chunks}
+        lacking = {chunk_id: number for chunk_id, number, has_vector in self._numbers(wanted) if not has_vector}
+        if need_vectors and not lacking.keys() <= vectors.keys():
+            raise MissingVectors
+        stored = {number: vectors[chunk_id] for chunk_id, number in lacking.items() if chunk_id in vectors}
+        self._write_vectors(stored)
+        return stored
+
+    def _write_vectors(self, vectors: Mapping[int, NDArray[np.float32]]) -> None:
+        blobs = ((number, vector.astype("<f4").tobytes()) for number, vector in vectors.items())
+        self._db.executemany(
+            "INSERT OR REPLACE INTO vectors VALUES (?, ?, ?)", ((number, data, _digest(data)) for number, data in blobs)
+        )
+
+    def add_vectors(self, vectors: Mapping[int, NDArray[np.float32]]) -> None:
+        """Store vectors by vector id; ids whose chunk has gone meanwhile are left out."""
+        with self._transaction():
+            alive = {row[0] for row in self._db.execute("SELECT vector_id FROM chunks")}
+            self._write_vectors({number: vector for number, vector in vectors.items() if number in alive})
+            self._touch()
+
+    def drop_damaged(self, vector_ids: Sequence[int]) -> None:
+        """Delete these vectors, and chunks that belong to no document."""
+        with self._transaction():
+            self._db.executemany("DELETE FROM vectors WHERE vector_id = ?", [(number,) for number in vector_ids])
+            self._db.execute("DELETE FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM rows)")
+            self._touch()
+
+    def delete(self, ids: Sequence[str], namespace: str) -> Written:
+        """Delete documents, and every occurrence of chunks, by id. A document that loses its last chunk goes too.
+        Raises UnknownChunkError, with nothing deleted, when an id is neither in the namespace."""
+        with self._transaction():
+            before = self.state
+            documents = self._ids_of("SELECT document_id, document_key FROM documents", "document_id", ids, namespace)
+            chunks = self._ids_of("SELECT chunk_id, vector_id FROM chunks", "chunk_id", ids, namespace)
+            unknown = [item for item in ids if item not in documents and item not in chunks]
+            if unknown:
+                raise UnknownChunkError(
+                    f"no document or chunk {', '.join(map(repr, unknown[:5]))}{' …' if len(unknown) > 5 else ''} "
+                    f"in namespace {namespace!r}; nothing was deleted"
+                )
+            keys, numbers = json.dumps(list(documents.values())), json.dumps(list(chunks.values()))
+            rows = self._db.execute(
+                "SELECT row_id, vector_id, document_key FROM rows "
+                "WHERE document_key IN (SELECT value FROM json_each(?)) "
+                "OR vector_id IN (SELECT value FROM json_each(?))",
+                (keys, numbers),
+            ).fetchall()
+            self._db.executemany("DELETE FROM rows WHERE row_id = ?", [(row[0],) for row in rows])
+            self._db.execute("DELETE FROM documents WHERE document_key IN (SELECT value FROM json_each(?))", (keys,))
+            self._db.execute(
+                "DELETE FROM documents WHERE document_key IN (SELECT value FROM json_each(?)) "
+                "AND document_key NOT IN (SELECT document_key FROM rows)",
+                (json.dumps([row[2] for row in rows]),),
+            )
+            removed = self._drop_unreferenced({row[1] for row in rows})
+            after = self._touch() if ids else before
+        return Written(Change((), tuple(removed.values())), {}, tuple(removed), before, after)
+
+    def _ids_of(self, select: str, column: str, ids: Sequence[str], namespace: str) -> dict[str, int]:
+        sql = f"{select} WHERE namespace = ? AND {column} IN (SELECT value FROM json_each(?))"
+        return dict(self._db.execute(sql, (namespace, json.dumps(list(ids)))).fetchall())
+
+
+def _conflict(record: ChunkRecord) -> RetrieverError:
+    return RetrieverError(
+        f"chunk {record.chunk_id!r} is already known with another text, namespace or token ids; "
+        "a chunk id must be a hash of its content"
+    )
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _token_bytes(record: ChunkRecord) -> bytes:
+    try:
+        record.text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RetrieverError(f"chunk {record.chunk_id!r} holds half a surrogate pair at {error.start}") from error
+    try:
+        return np.array(record.token_ids, dtype="<i4").tobytes()
+    except (OverflowError, TypeError, ValueError) as error:
+        raise RetrieverError(f"chunk {record.chunk_id!r} has token ids that are not 32-bit integers") from error
+
+
+def _tokens(data: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+# Metadata and filters. Keys are percent-encoded in the stored JSON: SQLite versions disagree on quotes in JSON paths.
+
+
+def _quoted(key: str) -> str:
+    return quote(key, safe="", errors="surrogatepass")
+
+
+def encode_metadata(metadata: Mapping[str, Any]) -> str:
+    """Metadata as stored text. Raises RetrieverError for keys that are no strings and values JSON cannot hold."""
+    if not isinstance(metadata, Mapping):
+        raise RetrieverError(f"metadata must be a mapping, not {type(metadata).__name__}")
+    parts = {}
+    for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise RetrieverError(f"metadata keys must be strings, not {key!r}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RetrieverError(
+                f"metadata {key!r} cannot be stored ({error}); "
+                "use strings, finite numbers, booleans, None, lists and dicts"
+            ) from error
+        parts[_quoted(key)] = value
+    return json.dumps(parts)
+
+
+def decode_metadata(stored: str) -> dict[str, Any]:
+    """The inverse of `encode_metadata` (tuples come back as lists)."""
+    return {unquote(key, errors="surrogatepass"): value for key, value in json.loads(stored).items()}
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A compiled filter: an SQL condition on `r.metadata`, never NULL, and its parameters."""
+
+    sql: str
+    parameters: tuple[Any, ...]
+
+
+_MAX_DEPTH = 50
+_ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
+
+
+def compile_filter(condition: Mapping[str, Any], depth: int = 0) -> Filter:
+    """Compile `{"key": value}` (all must hold), `{"key": {"$gte": 3, ...}}`, `$and`, `$or`, `$not`.
+
+    A missing key counts as None. Values match by type: True is not 1 and "1" is not 1, but 1 is 1.0. `$ne` and `$nin`
+    are the exact opposites of `$eq` and `$in`; `$gt` and its kin compare numbers with numbers and strings (by code
+    point) with strings and match nothing else. Raises RetrieverError for anything else."""
+    if not isinstance(condition, Mapping):
+        raise RetrieverError(f"a filter must be a mapping, not {condition!r}")
+    if depth > _MAX_DEPTH:
+        raise RetrieverError(f"a filter can be nested at most {_MAX_DEPTH} deep")
+    parts = []
+    for key, value in condition.items():
+        if not isinstance(key, str):
+            raise RetrieverError(f"filter keys must be strings, not {key!r}")
+        if key in ("$and", "$or"):
+            parts.append(_compile_group(key, value, depth))
+        elif key == "$not":
+            inner = compile_filter(value, depth + 1)
+            parts.append(Filter(f"(NOT {inner.sql})", inner.parameters))
+        elif key.startswith("$"):
+            raise RetrieverError(f"unknown filter operator {key!r}")
+        elif isinstance(value, Mapping):
+            if not value:
+                raise RetrieverError(f"filter for {key!r} has no operator")
+            parts += [_compile_operator(key, operator, operand) for operator, operand in value.items()]
+        else:
+            parts.append(_member(key, value if isinstance(value, list | tuple | set | frozenset) else [value]))
+    return _joined(parts, "AND", "1")
+
+
+def _compile_group(operator: str, clauses: Any, depth: int) -> Filter:
+    if isinstance(clauses, str | Mapping) or not isinstance(clauses, Sequence) or not clauses:
+        raise RetrieverError(f"{operator} needs a non-empty list of filters, not {clauses!r}")
+    parts = [compile_filter(clause, depth + 1) for clause in clauses]
+    return _joined(parts, "AND" if operator == "$and" else "OR", "1")
+
+
+def _compile_operator(key: str, operator: Any, operand: Any) -> Filter:
+    if operator in ("$in", "$nin"):
+        if not isinstance(operand, list | tuple | set | frozenset):
+            raise RetrieverError(f"{operator} for {key!r} needs a list, not {operand!r}")
+        member = _member(key, operand)
+    elif operator in ("$eq", "$ne"):
+        member = _member(key, [operand])
+    elif operator in _ORDER:
+        return _ordered(key, operator, operand)
+    else:
+        raise RetrieverError(f"unknown filter operator {operator!r} for {key!r}")
+    return Filter(f"(NOT {member.sql})", member.parameters) if operator in ("$ne", "$nin") else member
+
+
+def _member(key: str, values: Iterable[Any]) -> Filter:
+    """The metadata value equals one of `values`."""
+    path = f'$."{_quoted(key)}"'
+    texts: list[str] = []
+    numbers: list[float] = []
+    parts: list[Filter] = []
+    for value in values:
+        if value is None:
+            parts.append(Filter("(json_extract(r.metadata, ?) IS NULL)", (path,)))
+        elif isinstance(value, bool):
+            parts.append(Filter("(json_type(r.metadata, ?) IS ?)", (path, str(value).lower())))
+        elif isinstance(value, str):
+            texts.append(value)
+        else:
+            numbers.append(_number(key, value))
+    # Operands travel as JSON so that SQLite reads them with the very routine that read the stored values: its decimal
+    # conversion is not correctly rounded in every release, and equal numbers must stay equal.
+    value_in = "json_extract(r.metadata, ?) IN (SELECT value FROM json_each(?))"
+    if texts:
+        parts.append(Filter(f"(json_type(r.metadata, ?) IS 'text' AND {value_in})", (path, path, json.dumps(texts))))
+    if numbers:
+        kinds = "IFNULL(json_type(r.metadata, ?) IN ('integer', 'real'), 0)"
+        parts.append(Filter(f"({kinds} AND {value_in})", (path, path, json.dumps(numbers))))
+    return _joined(list(dict.fromkeys(parts)), "OR", "0")
+
+
+def _ordered(key: str, operator: str, operand: Any) -> Filter:
+    path = f'$."{_quoted(key)}"'
+    kinds = "'text'" if isinstance(operand, str) else "'integer', 'real'"
+    if operand is None or isinstance(operand, bool):
+        raise RetrieverError(f"{operator} for {key!r} needs a number or a string, not {operand!r}")
+    value = json.dumps(operand if isinstance(operand, str) else _number(key, operand))
+    test = f"json_extract(r.metadata, ?) {_ORDER[operator]} json_extract(?, '$')"
+    return Filter(f"(IFNULL(json_type(r.metadata, ?) IN ({kinds}), 0) AND {test})", (path, path, value))
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, np.integer | np.floating):
+        value = value.item()
+    if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+        raise RetrieverError(f"filter for {key!r} needs strings, finite numbers, booleans or None, not {value!r}")
+    return value
+
+
+def _joined(parts: list[Filter], operator: str, empty: str) -> Filter:
+    """Combine conditions as a balanced tree: SQLite limits the depth of expressions, and a chain is as deep as long."""
+    if not parts:
+        return Filter(empty, ())
+    if len(parts) == 1:
+        return parts[0]
+    left = _joined(parts[: len(parts) // 2], operator, empty)
+    right = _joined(parts[len(parts) // 2 :], operator, empty)
+    return Filter(f"({left.sql} {operator} {right.sql})", left.parameters + right.parameters)

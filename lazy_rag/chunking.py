@@ -1,0 +1,70 @@
+"""From text to chunks: the tokens a chunk stores and the id they get.
+
+A chunk holds `tokens(strip(text))` followed by `tokens(separator)`, each tokenised alone and unable to yield a special
+token, so the same text is the same chunk in every document, template and framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lazy_rag.catalog import ChunkRecord
+from lazy_rag.documents import Document
+from lazy_rag.errors import ConfigError, ContextOverflowError
+from lazy_rag.keys import ChunkId, KeySpace
+from lazy_rag.layout import Chunk
+from lazy_rag.splitting import Splitter
+from lazy_rag.tokens import TextTokenizer
+
+
+class Chunker:
+    """Makes chunks for one model and one encode prefix.
+
+    Args:
+        base: stored position of a chunk's first token, the length of the encode prefix.
+        max_tokens: longest chunk the context can hold.
+    """
+
+    def __init__(self, tokens: TextTokenizer, keys: KeySpace, *, separator: str, base: int, max_tokens: int) -> None:
+        self._tokens = tokens
+        self._keys = keys
+        self._separator = tokens.content(separator)
+        self._base = base
+        self._max_tokens = max_tokens
+
+    def record(self, text: str, namespace: str) -> ChunkRecord:
+        """The chunk of a text, as the catalog stores it."""
+        stripped = text.strip()
+        if not stripped:
+            raise ConfigError("a chunk has no text")
+        token_ids = self._tokens.content(stripped) + self._separator
+        if len(token_ids) > self._max_tokens:
+            raise ContextOverflowError(
+                f"a chunk of {len(token_ids)} tokens is longer than the context allows ({self._max_tokens}): "
+                "split it, or use add_documents, which does"
+            )
+        return ChunkRecord(self._keys.chunk_id(namespace, token_ids), namespace, stripped, token_ids)
+
+    def chunk(self, record: ChunkRecord) -> Chunk:
+        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base)
+
+    def split(
+        self, documents: Sequence[Document], namespace: str, chunk_tokens: int, tokenizer: Any
+    ) -> list[list[ChunkRecord]]:
+        """The chunks of each document, each at most `chunk_tokens` long with its separator."""
+        room = chunk_tokens - len(self._separator)
+        if room < 1 or chunk_tokens > self._max_tokens:
+            raise ConfigError(
+                f"chunk_tokens={chunk_tokens} must be between {len(self._separator) + 1} and {self._max_tokens}"
+            )
+        splitter = Splitter(tokenizer, room)
+        return [
+            [
+                self.record(piece, namespace)
+                for piece in splitter.split(
+                    document.text, markdown=str(document.metadata.get("file_name", "")).endswith(".md")
+                )
+            ]
+            for document in documents
+        ]

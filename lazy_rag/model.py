@@ -1,0 +1,183 @@
+"""A Hugging Face causal LM driven through its attention seam; no model code is changed.
+
+`AttentionInterface.register` adds one function under our name; `set_attn_implementation` selects it on our instance.
+The function receives q, k, v after the model's own RoPE, and whatever object `forward(plan=...)` was given: the step
+(`Step`), or a `Probe` while the model is examined at load time. Traps avoided here: the implementation is selected
+after construction and then read back (a failed selection only logs), `attention_mask=None` and `use_cache=False` are
+passed always, and the name is not in the mask interface, so no T x T mask is ever built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from lazy_rag_kernels import AttentionPlan, LayerPages, segment_attention, write_kv
+from lazy_rag_kernels.rotary import rotate
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from lazy_rag.errors import UnsupportedModelError
+from lazy_rag.families import family_of, rope_table
+from lazy_rag.pool import KVShape
+from lazy_rag.rope import RopeTable
+
+SEAM = "lazy_rag"
+
+# Largest |k(p + delta) - R(delta) k(p)| / max |k| taken for rounding. A wrong pairing, a learned position or changing
+# frequencies are off by 0.4 or more; float32 angles at far positions round to about 1e-3.
+_INVARIANCE_FLOAT = 5e-3
+_INVARIANCE_HALF = 5e-2
+
+
+class Attender(Protocol):
+    """What travels through `forward(plan=...)` to every attention layer."""
+
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, extras: dict[str, Any]) -> Tensor:
+        """q [T, H, Dk], k [T, HKV, Dk], v [T, HKV, Dv] to [T, H, Dv]. Keys and values may have any strides."""
+        ...
+
+
+def _seam(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    plan: Attender | None = None,
+    scaling: float = 1.0,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """The attention function transformers calls, with [1, heads, T, D] tensors."""
+    if plan is None:
+        raise UnsupportedModelError(
+            "this model is driven by a lazy-rag Runtime and cannot be called on its own until the runtime is closed"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return plan.attend(module, q, k, v, scaling, extras).unsqueeze(0), None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass over paged KV: the plan, and each layer's pages and position encoding."""
+
+    plan: AttentionPlan
+    layers: Sequence[LayerPages]
+    rope: RopeTable
+
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, extras: dict[str, Any]) -> Tensor:
+        pages, rope = self.layers[module.layer_idx], self.rope.layers[module.layer_idx]
+        write_kv(k, v, pages, self.plan)
+        out, _ = segment_attention(
+            q,
+            pages,
+            self.plan,
+            scaling=scaling,
+            rotation=rope.rotation if rope else None,
+            angles=self.plan.angles[rope.frequencies] if rope else None,
+            window=extras.get("sliding_window"),
+            softcap=extras.get("softcap"),
+            sinks=extras.get("s_aux"),
+        )
+        return out
+
+
+class Probe:
+    """Plain causal attention that remembers what each layer was given."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, extras: dict[str, Any]) -> Tensor:
+        layer, group = module.layer_idx, q.shape[1] // k.shape[1]
+        if layer in self.modules:
+            raise UnsupportedModelError(f"layer {layer} calls attention twice in one forward pass")
+        self.modules[layer], self.keys[layer], self.values[layer] = module, k, v
+        scores = torch.einsum("thd,lhd->htl", q.float(), k.repeat_interleave(group, 1).float()) * scaling
+        hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("htl,lhd->thd", weights, v.repeat_interleave(group, 1).float()).to(q.dtype)
+
+
+class LanguageModel:
+    """A causal LM behind the seam, examined on this very instance.
+
+    Attributes: `kv_shapes` (per layer), `rope`, `dtype`, `device`, `max_positions`.
+
+    Args:
+        model: a `transformers` causal LM; its attention implementation is ours until `release`.
+
+    Raises UnsupportedModelError with the reason.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        family_of(model.config)
+        self.model = model.eval()
+        self.config = model.config
+        self.dtype = model.dtype
+        self.device = model.device
+        self.max_positions = int(model.config.max_position_embeddings)
+        self._previous = model.config._attn_implementation
+        AttentionInterface.register(SEAM, _seam)  # type: ignore[arg-type]
+        model.set_attn_implementation(SEAM)
+        try:
+            if model.config._attn_implementation != SEAM:
+                raise UnsupportedModelError(f"{self.config.model_type}: attention does not go through the interface")
+            self._examine()
+        except BaseException:
+            self.release()
+            raise
+
+    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, plan: Attender) -> Tensor:
+        """One pass over T rows. `token_ids`, `positions`: int64 [T]; returns float32 logits [len(logit_rows), vocab]."""
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=logit_rows,
+                plan=plan,
+            )
+        return output.logits[0].to(torch.float32)
+
+    def release(self) -> None:
+        """Give the model back with the attention implementation it came with."""
+        self.model.set_attn_implementation(self._previous)
+
+    def _examine(self) -> None:
+        """Learn what each layer stores, and require k(p + delta) = R(delta) k(p) and equal values on every layer."""
+        here = self._probe(0)
+        kind, count = self.config.model_type, self.config.num_hidden_layers
+        if sorted(here.modules) != list(range(count)):
+            raise UnsupportedModelError(f"{kind}: attention was reached in layers {sorted(here.modules)} of {count}")
+        self.kv_shapes = tuple(
+            KVShape(here.keys[i].shape[1], here.keys[i].shape[2], here.values[i].shape[2]) for i in range(count)
+        )
+        self.rope = rope_table(self.config, self.model.base_model, [here.modules[i] for i in range(count)])
+        limit = _INVARIANCE_FLOAT if self.dtype in (torch.float32, torch.float64) else _INVARIANCE_HALF
+        for delta in sorted({min(37, self.max_positions - 8), self.max_positions - 8}):
+            there, tables = self._probe(delta), self.rope.angles([delta], self.device)
+            for i in range(count):
+                rope = self.rope.layers[i]
+                turned = here.keys[i].float()
+                if rope is not None:
+                    turned = rotate(turned, *tables[rope.frequencies], rope.rotation)
+                for name, expected, got in (("keys", turned, there.keys[i]), ("values", here.values[i], there.values[i])):
+                    error = float((expected - got).abs().max() / expected.abs().max().clamp(min=1e-30))
+                    if not error <= limit:
+                        raise UnsupportedModelError(
+                            f"{kind}: {name} of layer {i} do not keep their form when moved by {delta} positions "
+                            f"(relative error {error:.2g}, allowed {limit:.2g}); its cached chunks could not be moved"
+                        )
+
+    def _probe(self, start: int) -> Probe:
+        vocabulary = self.config.vocab_size
+        tokens = torch.tensor([(7 + 31 * i) % vocabulary for i in range(8)], device=self.device)
+        probe = Probe()
+        self.forward(tokens, torch.arange(start, start + 8, device=self.device), tokens[:0], probe)
+        return probe

@@ -1,0 +1,556 @@
+"""Retrieval: an exact FAISS index of chunk vectors, and the catalog that says which chunk belongs to which document.
+
+Vectors are stored in the catalog; the FAISS index, in memory and in `index.faiss`, is derived from them. Opening a
+folder therefore never embeds a text again, and a crash between the two files costs a rebuild, never a wrong hit. FAISS
+and the database connection are touched by one owner thread; texts are embedded in the thread of the caller."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lazy_rag.catalog import (
+    Catalog,
+    Change,
+    ChunkId,
+    ChunkRecord,
+    DocumentWrite,
+    Filter,
+    Hit,
+    MissingVectors,
+    Written,
+    compile_filter,
+    encode_metadata,
+)
+from lazy_rag.embedder import Embedder, Vectors, normalise_rows
+from lazy_rag.errors import EmptyCorpusError, RetrieverError, RuntimeClosedError, StoreError
+
+__all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
+
+CATALOG_FILE = "catalog.sqlite"
+INDEX_FILE = "index.faiss"
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_Ids = NDArray[np.int64]
+_Metadata = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class VectorIndex:
+    """Exact inner-product search over unit vectors with explicit int64 ids. Used by one thread."""
+
+    def __init__(self, dimension: int) -> None:
+        import faiss
+
+        # Any: the stubs of faiss do not know the constructors its Python layer adds.
+        self._faiss: Any = faiss
+        self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
+        self._sorted: _Ids | None = None
+
+    @property
+    def ids(self) -> _Ids:
+        """All ids, int64 `[n]`, ascending."""
+        if self._sorted is None:
+            self._sorted = np.sort(self._faiss.vector_to_array(self._index.id_map).astype(np.int64))
+        return self._sorted
+
+    def add(self, ids: _Ids, vectors: Vectors) -> None:
+        """Add unit vectors float32 `[n, d]` under new ids."""
+        if len(ids):
+            self._index.add_with_ids(np.ascontiguousarray(vectors), ids)
+            self._sorted = None
+
+    def remove(self, ids: Sequence[int]) -> None:
+        """Remove vectors; ids that are not there are passed over."""
+        if len(ids) and self._index.ntotal:
+            self._index.remove_ids(np.array(ids, dtype=np.int64))
+            self._sorted = None
+
+    def rows(self) -> dict[int, Vectors]:
+        """Vector by id (for checks)."""
+        order = self._faiss.vector_to_array(self._index.id_map)
+        matrix = self._index.index.reconstruct_n(0, self._index.ntotal) if len(order) else ()
+        return dict(zip(order.tolist(), matrix, strict=True))
+
+    def search(self, query: Vectors, k: int, members: _Ids) -> tuple[_Ids, Vectors]:
+        """The best `k` of `members` (ascending ids) for a unit vector `[d]`, and at least all that tie with the last of
+        them, so that the caller can break ties; ids and scores, best first."""
+        parameters, limit = None, min(len(members), self._index.ntotal)
+        if not np.array_equal(members, self.ids):
+            # Chosen before ranking: k hits are found whenever k members exist. The bitmap is one bit per id ever given.
+            mask = np.zeros(int(members[-1]) + 1 if len(members) else 1, dtype=bool)
+            mask[members] = True
+            bitmap = np.packbits(mask, bitorder="little")
+            parameters = self._faiss.SearchParameters(sel=self._faiss.IDSelectorBitmap(bitmap))
+        want = min(k + 1, limit)
+        while want:
+            scores, ids = self._index.search(query[None, :], want, params=parameters)
+            found = int((ids[0] >= 0).sum())
+            if want >= limit or found < want or scores[0, k - 1] > scores[0, want - 1]:
+                return ids[0, :found], scores[0, :found]
+            want = min(2 * want, limit)
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+
+    def write(self, path: Path) -> str:
+        """Write atomically and durably; returns the file's digest."""
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            self._faiss.write_index(self._index, str(temporary))
+            digest = file_digest(temporary)
+            _fsync(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _fsync(path.parent)
+        return digest
+
+    @classmethod
+    def read(cls, path: Path, dimension: int) -> VectorIndex:
+        """Read a file written by `write`. Raises StoreError for anything else."""
+        index = cls(dimension)
+        try:
+            loaded = index._faiss.read_index(str(path))
+        except RuntimeError as error:
+            raise StoreError(f"cannot read {path}: {error}") from error
+        if not isinstance(loaded, index._faiss.IndexIDMap2) or loaded.d != dimension:
+            raise StoreError(f"{path} holds another kind of index")
+        index._index = loaded
+        return index
+
+
+class Retriever:
+    """Documents, their chunks, and search over them. Thread-safe and synchronous; a context manager."""
+
+    def __init__(self, embedder: Embedder | None, directory: Path | None = None) -> None:
+        """`directory`: a folder that is opened, or created with mode 0700; None keeps everything in memory. With
+        `embedder=None` everything but searching for a text works; chunks are embedded when the folder is next opened
+        with an embedder.
+
+        Raises StoreError for a folder that cannot be used, RetrieverError when it was built with another embedder."""
+        self._embedder = embedder
+        self._directory = None if directory is None else Path(directory)
+        self._index: VectorIndex | None = None
+        self._index_state = ""
+        self._members: dict[str, tuple[_Ids, _Ids]] = {}
+        self._close_lock = threading.Lock()
+        self._closed = False
+        self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lazy-rag-retriever")
+        try:
+            self._catalog: Catalog = self._call(self._open)
+            self._call(self._sync)
+            self._embed_lacking()
+        except BaseException:
+            self._closed = True
+            if hasattr(self, "_catalog"):
+                self._owner.submit(self._catalog.close).result()
+            self._owner.shutdown()
+            raise
+
+    # Writing
+
+    def upsert(
+        self,
+        document_id: str,
+        chunks: Sequence[ChunkRecord],
+        *,
+        metadata: _Metadata,
+        vectors: np.ndarray[Any, Any] | None = None,
+        namespace: str | None = None,
+    ) -> Change:
+        """Store a document, replacing its earlier version, in one transaction. Unchanged chunks keep their row and are
+        not embedded again.
+
+        `metadata`: one mapping for all chunks, or one per chunk. `vectors`: `[len(chunks), d]`, instead of embedding;
+        normalised here; not used for chunks that already have a vector. `namespace` is needed only without chunks.
+        Raises RetrieverError for chunks of several namespaces, a chunk id known with other content, and vectors or
+        metadata that cannot be stored; then nothing is written."""
+        write = _document_write(document_id, chunks, metadata, namespace)
+        given: dict[str, Vectors] = {}
+        if vectors is not None:
+            matrix = self._checked_vectors(vectors, len(write.chunks))
+            given = {chunk.chunk_id: row for chunk, row in zip(write.chunks, matrix, strict=True)}
+        return self._write([write], given, progress=False)
+
+    def upsert_many(
+        self,
+        documents: Sequence[tuple[str, Sequence[ChunkRecord], _Metadata]],
+        *,
+        progress: bool = False,
+        namespace: str | None = None,
+    ) -> Change:
+        """`upsert` of several (document id, chunks, metadata): one transaction, one embedding run, one progress bar."""
+        writes = [_document_write(*document, namespace) for document in documents]
+        keys = [(write.namespace, write.document_id) for write in writes]
+        if len(set(keys)) != len(keys):
+            raise RetrieverError("the same document id occurs twice in one call")
+        return self._write(writes, {}, progress)
+
+    def delete(self, ids: Sequence[str], *, namespace: str) -> Change:
+        """Delete documents by id and chunks by id (all their occurrences) from one namespace. A document that loses its
+        last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there."""
+        wanted = [ids] if isinstance(ids, str) else list(dict.fromkeys(ids))
+        return self._call(lambda: self._apply(self._catalog.delete(wanted, namespace)))
+
+    # Reading
+
+    def search(
+        self,
+        query: str | np.ndarray[Any, Any],
+        k: int,
+        *,
+        namespace: str,
+        filter: Mapping[str, Any] | None = None,
+    ) -> list[Hit]:
+        """The `k` most similar distinct chunks of a namespace, best first; equal scores in order of row ids. Fewer than
+        `k` only when fewer match. `query`: a text, or a vector `[d]`. `filter`: see `catalog.compile_filter`; it is
+        applied before ranking.
+
+        Raises RetrieverError (no embedder, bad `k`, filter or vector) and EmptyCorpusError."""
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k <= 0:
+            raise RetrieverError(f"k must be a positive integer, not {k!r}")
+        where = None if filter is None else compile_filter(filter)
+        if isinstance(query, str):
+            if self._embedder is None:
+                raise RetrieverError("no embedder: construct the retriever with one to search for a text")
+            self._call(lambda: self._require_corpus(namespace))
+            vector = self._embedder.embed_query(query)
+        else:
+            vector = self._checked_vectors(query, 1)[0]
+        return self._call(lambda: self._search(vector, int(k), namespace, where))
+
+    def chunk(self, chunk_id: str) -> ChunkRecord:
+        """The stored chunk. Raises UnknownChunkError."""
+        return self._call(lambda: self._catalog.chunk(chunk_id))
+
+    def chunk_ids(self, namespace: str | None = None) -> list[str]:
+        """Chunk ids of one namespace, or of all, oldest first."""
+        return self._call(lambda: self._catalog.chunk_ids(namespace))
+
+    def documents(self, namespace: str) -> list[str]:
+        """Document ids of a namespace, oldest first."""
+        return self._call(lambda: self._catalog.documents(namespace))
+
+    def __len__(self) -> int:
+        """Number of rows: occurrences of chunks in documents, over all namespaces."""
+        return self._call(lambda: self._catalog.row_count())
+
+    # Storing
+
+    def save(self, directory: Path) -> None:
+        """Write a complete copy that `Retriever(embedder, directory)` opens; a store already there is replaced in one
+        transaction. For the opened directory itself, bring `index.faiss` up to date. Raises StoreError."""
+        self._call(lambda: self._save(Path(directory)))
+
+    def check(self, repair: bool = False) -> list[str]:
+        """Problems of the store, in words; empty when sound. `repair=True` also mends what it reports: damaged or
+        missing vectors are embedded again, the index is rebuilt and its file rewritten."""
+        found = self._call(lambda: self._check(repair))
+        if repair:
+            self._embed_lacking()
+            self._call(lambda: self._persist(force=True))
+        return found
+
+    def close(self) -> None:
+        """Write `index.faiss` when it is behind, and let go of everything. May be called again."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._run(self._finish)
+            finally:
+                self._owner.shutdown()
+
+    def __enter__(self) -> Retriever:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # In the calling thread
+
+    def _call(self, work: Callable[[], _T]) -> _T:
+        """Run in the owner thread and wait."""
+        if self._closed:
+            raise RuntimeClosedError("this retriever is closed")
+        return self._run(work)
+
+    def _run(self, work: Callable[[], _T]) -> _T:
+        try:
+            future = self._owner.submit(work)
+        except RuntimeError as error:
+            raise RuntimeClosedError("this retriever is closed") from error
+        try:
+            return future.result()
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"the store {self._directory or 'in memory'} failed: {error}") from error
+
+    def _write(self, writes: Sequence[DocumentWrite], vectors: dict[str, Vectors], progress: bool) -> Change:
+        texts = {chunk.chunk_id: chunk.text for write in writes for chunk in write.chunks}
+        while True:
+            if self._embedder is not None:
+                lacking = self._call(lambda: self._catalog.unembedded_of(texts)) - vectors.keys()
+                # Kept over rounds of the loop: a text is embedded once, in the order given.
+                wanted = {chunk_id: text for chunk_id, text in texts.items() if chunk_id in lacking}
+                vectors.update(self._embed(wanted, progress))
+            try:
+                return self._call(lambda: self._replace(writes, vectors))
+            except MissingVectors:
+                # Another thread deleted a chunk between the question and the write.
+                continue
+
+    def _embed(self, texts: Mapping[Any, str], progress: bool = False) -> dict[Any, Vectors]:
+        """Vectors by key; equal texts are embedded once."""
+        assert self._embedder is not None
+        distinct = list(dict.fromkeys(texts.values()))
+        if not distinct:
+            return {}
+        by_text = dict(zip(distinct, self._embedder.embed(distinct, progress=progress), strict=True))
+        return {key: by_text[text] for key, text in texts.items()}
+
+    def _embed_lacking(self) -> None:
+        if self._embedder is None:
+            return
+        vectors = self._embed(self._call(lambda: self._catalog.unembedded()))
+        if vectors:
+            self._call(lambda: self._catalog.add_vectors(vectors))
+            self._call(self._sync)
+
+    def _checked_vectors(self, vectors: Any, count: int) -> Vectors:
+        identity = self._call(lambda: self._catalog.identity())
+        if identity is None:
+            raise RetrieverError("no embedder: vectors are taken only when it is known which embedder made them")
+        try:
+            matrix = normalise_rows(vectors)
+        except (TypeError, ValueError) as error:
+            raise RetrieverError(f"vectors must be numbers: {error}") from error
+        if count == 0 and matrix.size == 0:
+            return matrix.reshape(0, identity[1])
+        if matrix.shape != (count, identity[1]):
+            raise RetrieverError(
+                f"vectors have shape {np.shape(vectors)}, but the index of embedder {identity[0]!r} needs "
+                f"{count} of dimension {identity[1]}"
+            )
+        return matrix
+
+    # In the owner thread
+
+    def _open(self) -> Catalog:
+        if self._directory is not None:
+            _make_folder(self._directory)
+        catalog = Catalog(None if self._directory is None else self._directory / CATALOG_FILE)
+        try:
+            if self._embedder is not None:
+                catalog.claim(self._embedder.name, self._embedder.dimension)
+        except BaseException:
+            catalog.close()
+            raise
+        return catalog
+
+    def _sync(self) -> None:
+        """Make the index in memory that of the catalog, also after another process or a failed step changed one."""
+        state = self._catalog.state
+        if state != self._index_state:
+            self._members.clear()
+            self._index = self._read_index(state) or self._built_index()
+            self._index_state = state
+
+    def _read_index(self, state: str) -> VectorIndex | None:
+        """The index from its file, if that is whole and of this very state."""
+        identity, (recorded, digest) = self._catalog.identity(), self._catalog.index_record()
+        if self._directory is None or identity is None or recorded != state:
+            return None
+        path = self._directory / INDEX_FILE
+        try:
+            if file_digest(path) == digest:
+                index = VectorIndex.read(path, identity[1])
+                if np.array_equal(index.ids, self._catalog.vector_ids()):
+                    return index
+        except (OSError, StoreError) as error:
+            _LOG.warning("%s", error)
+        _LOG.warning("%s is damaged; the index was rebuilt from the catalog. check(repair=True) rewrites it", path)
+        return None
+
+    def _built_index(self) -> VectorIndex | None:
+        identity = self._catalog.identity()
+        if identity is None:
+            return None
+        ids, vectors, damaged = self._catalog.load_vectors(identity[1])
+        if damaged:
+            _LOG.warning("%d stored vectors are damaged and not searched; run check(repair=True)", len(damaged))
+        index = VectorIndex(identity[1])
+        index.add(ids, vectors)
+        return index
+
+    def _replace(self, writes: Sequence[DocumentWrite], vectors: Mapping[str, Vectors]) -> Change:
+        return self._apply(self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None))
+
+    def _apply(self, written: Written) -> Change:
+        """Bring the index to the state after a committed write."""
+        if written.before == written.after:
+            return written.change
+        self._members.clear()
+        if self._index is not None and self._index_state == written.before:
+            # Until both steps are done the index counts as outdated, so that a failure leads to a rebuild.
+            self._index_state = ""
+            self._index.remove(written.dropped)
+            if written.vectors:
+                ids = np.array(list(written.vectors), dtype=np.int64)
+                self._index.add(ids, np.stack(list(written.vectors.values())))
+            self._index_state = written.after
+        return written.change
+
+    def _require_corpus(self, namespace: str) -> None:
+        if not self._catalog.has_chunks(namespace):
+            raise EmptyCorpusError(f"nothing has been added to namespace {namespace!r}; add documents first")
+
+    def _search(self, vector: Vectors, k: int, namespace: str, where: Filter | None) -> list[Hit]:
+        with self._catalog.reading():
+            self._sync()
+            self._require_corpus(namespace)
+            if self._index is None:
+                return []
+            members, rows = self._candidates(namespace, where)
+            ids, scores = self._index.search(vector, k, members)
+            first_rows = rows[np.searchsorted(members, ids)]
+            order = np.lexsort((first_rows, -scores))[:k]
+            pairs = zip(first_rows[order].tolist(), scores[order].tolist(), strict=True)
+            return self._catalog.hits([(row, score) for row, score in pairs])
+
+    def _candidates(self, namespace: str, where: Filter | None) -> tuple[_Ids, _Ids]:
+        if where is not None:
+            try:
+                return self._catalog.candidates(namespace, where)
+            except sqlite3.OperationalError as error:
+                raise RetrieverError(f"the filter is too large: {error}") from error
+        if namespace not in self._members:
+            self._members[namespace] = self._catalog.candidates(namespace, None)
+        return self._members[namespace]
+
+    def _save(self, directory: Path) -> None:
+        _make_folder(directory)
+        if self._directory is not None and directory.resolve() == self._directory.resolve():
+            self._persist(force=False)
+            return
+        self._sync()
+        target = Catalog(directory / CATALOG_FILE)
+        try:
+            self._catalog.copy_to(target)
+            if self._index is not None:
+                target.record_index(self._index_state, self._index.write(directory / INDEX_FILE))
+            else:
+                (directory / INDEX_FILE).unlink(missing_ok=True)
+        finally:
+            target.close()
+
+    def _persist(self, force: bool) -> None:
+        self._sync()
+        if self._directory is None or self._index is None:
+            return
+        if force or self._catalog.index_record()[0] != self._index_state:
+            self._catalog.record_index(self._index_state, self._index.write(self._directory / INDEX_FILE))
+
+    def _check(self, repair: bool) -> list[str]:
+        self._sync()
+        found = self._catalog.problems()
+        identity = self._catalog.identity()
+        if identity is None:
+            return found
+        lacking = self._catalog.unembedded()
+        if lacking:
+            found.append(f"{len(lacking)} chunks have no vector")
+        ids, vectors, damaged = self._catalog.load_vectors(identity[1])
+        if damaged:
+            found.append(f"{len(damaged)} stored vectors are damaged")
+        in_index = self._index.rows() if self._index is not None else {}
+        stored = dict(zip(ids.tolist(), vectors, strict=True))
+        for what, difference in (
+            ("vectors are missing from the index", stored.keys() - in_index.keys()),
+            ("vectors of the index have no chunk", in_index.keys() - stored.keys()),
+            (
+                "vectors of the index differ from the catalog",
+                {key for key in stored.keys() & in_index.keys() if not np.array_equal(stored[key], in_index[key])},
+            ),
+        ):
+            if difference:
+                found.append(f"{len(difference)} {what}")
+        found += self._check_file()
+        if repair and found:
+            self._catalog.drop_damaged(damaged)
+            self._sync()
+        return found
+
+    def _check_file(self) -> list[str]:
+        """Faults of the index file. Being behind the catalog is none: it is written by save() and close()."""
+        if self._directory is None:
+            return []
+        recorded, digest = self._catalog.index_record()
+        path = self._directory / INDEX_FILE
+        if recorded is None or recorded != self._index_state:
+            return []
+        try:
+            return [] if file_digest(path) == digest else [f"{path} is damaged: its checksum differs"]
+        except OSError as error:
+            return [f"{path} cannot be read: {error.strerror or error}"]
+
+    def _finish(self) -> None:
+        try:
+            self._persist(force=False)
+        finally:
+            self._catalog.close()
+            self._index = None
+
+
+def _document_write(
+    document_id: str, chunks: Sequence[ChunkRecord], metadata: _Metadata, namespace: str | None
+) -> DocumentWrite:
+    if not isinstance(document_id, str) or not document_id:
+        raise RetrieverError(f"a document id must be a non-empty string, not {document_id!r}")
+    namespaces = {chunk.namespace for chunk in chunks} | ({namespace} if namespace is not None else set())
+    if len(namespaces) != 1:
+        raise RetrieverError(
+            f"document {document_id!r} needs exactly one namespace, got {sorted(namespaces)}; "
+            "without chunks pass namespace="
+        )
+    if isinstance(metadata, Mapping):
+        encoded = (encode_metadata(metadata),) * len(chunks)
+    else:
+        encoded = tuple(encode_metadata(one) for one in metadata)
+        if len(encoded) != len(chunks):
+            raise RetrieverError(
+                f"document {document_id!r} has {len(encoded)} metadata entries for {len(chunks)} chunks"
+            )
+    return DocumentWrite(document_id, namespaces.pop(), tuple(chunks), encoded)
+
+
+def _make_folder(directory: Path) -> None:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot create the folder {directory}: {error.strerror or error}") from error
+
+
+def file_digest(path: Path) -> str:
+    """Hex BLAKE2b of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""The store folder: index, metadata and KV of one runtime, able to survive it.
+
+    store.json              schema, model, embedder, key space; written last, read first
+    catalog.sqlite, index.faiss   the retriever's (lazy_rag/retriever.py)
+    kv/ab/<chunk id>.safetensors  one record a chunk: its whole pages, with layout, checksum and token ids
+    quarantine/             records that failed verification; kept for a look, never served
+
+Records and store.json are written to a temporary name, fsynced and renamed. The folder has mode 0700: it holds text and
+KV in the clear.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from lazy_rag.errors import StoreError
+from lazy_rag.keys import SCHEMA_VERSION, ChunkId, checksum, tensor_bytes
+from lazy_rag.layout import Chunk
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """store.json. `key_space` names everything KV depends on (`KeySpace.id`); `options` rebuild the runtime."""
+
+    key_space: str
+    model: str | None
+    options: dict[str, str | int | None]
+    schema: int = SCHEMA_VERSION
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Readers see the old file or the whole new one, also after a crash."""
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def open_folder(path: Path) -> Path:
+    """The folder, created with mode 0700 where absent. Raises StoreError when it cannot be used."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise StoreError(f"cannot use {str(path)!r} as a store: {error.strerror or error}") from error
+    return path
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """store.json, or None in a new folder. Raises StoreError for a broken one or another schema."""
+    path = folder / "store.json"
+    if not path.exists():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        manifest = Manifest(**fields)
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{str(path)!r} cannot be read: {error}") from error
+    if manifest.schema != SCHEMA_VERSION:
+        raise StoreError(
+            f"the store {str(folder)!r} has schema {manifest.schema}, this version reads {SCHEMA_VERSION}: "
+            "add the documents to a new store"
+        )
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_atomically(folder / "store.json", json.dumps(asdict(manifest), indent=1).encode())
+
+
+class KVRecords:
+    """Chunk records under `folder/kv`.
+
+    Args:
+        layout: `PageLayout.describe()` with the dtype; a record of another layout is not served.
+    """
+
+    def __init__(self, folder: Path, layout: str) -> None:
+        self.folder = folder
+        self._layout = layout
+        self.quarantined: list[ChunkId] = []
+
+    def path(self, chunk_id: ChunkId) -> Path:
+        return self.folder / "kv" / chunk_id[:2] / f"{chunk_id}.safetensors"
+
+    def save(self, chunk: Chunk, pages: Tensor) -> None:
+        """Write a chunk's whole pages [pages, elements]; does nothing when a record exists (content is its name)."""
+        path = self.path(chunk.id)
+        if path.exists():
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tokens = torch.tensor(chunk.token_ids, dtype=torch.int32)
+        header = {
+            "schema": str(SCHEMA_VERSION),
+            "key": chunk.id,
+            "layout": self._layout,
+            "base": str(chunk.base),
+            "checksum": _checksum(pages, tokens),
+        }
+        write_atomically(path, save({"pages": pages.contiguous(), "token_ids": tokens}, header))
+
+    def load(self, chunk: Chunk) -> Tensor | None:
+        """The chunk's pages, verified; None when there is no record or it is bad (then it is quarantined)."""
+        path = self.path(chunk.id)
+        if not path.exists():
+            return None
+        try:
+            pages, problem = self._read(path, chunk)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            pages, problem = None, str(error)
+        if problem is not None:
+            self._quarantine(path, chunk.id, problem)
+            return None
+        return pages
+
+    def _read(self, path: Path, chunk: Chunk) -> tuple[Tensor | None, str | None]:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            pages, tokens = file.get_tensor("pages"), file.get_tensor("token_ids")
+        if header.get("key") != chunk.id or header.get("layout") != self._layout:
+            return None, "key or layout differ"
+        if header.get("base") != str(chunk.base) or tuple(tokens.tolist()) != chunk.token_ids:
+            return None, "token ids or base differ"
+        if header.get("checksum") != _checksum(pages, tokens):
+            return None, "checksum differs"
+        return pages, None
+
+    def _quarantine(self, path: Path, chunk_id: ChunkId, problem: str) -> None:
+        _log.warning("record %s is bad (%s); it is set aside and the chunk will be computed again", chunk_id, problem)
+        self.quarantined.append(chunk_id)
+        target = self.folder / "quarantine"
+        target.mkdir(mode=0o700, exist_ok=True)
+        os.replace(path, target / path.name)
+
+    def delete(self, chunk_id: ChunkId) -> None:
+        self.path(chunk_id).unlink(missing_ok=True)
+        (self.folder / "quarantine" / f"{chunk_id}.safetensors").unlink(missing_ok=True)
+
+    def ids(self) -> list[ChunkId]:
+        return sorted(ChunkId(path.stem) for path in (self.folder / "kv").glob("*/*.safetensors"))
+
+
+def _checksum(pages: Tensor, tokens: Tensor) -> str:
+    return checksum(checksum(tensor_bytes(pages)).encode() + bytes(tensor_bytes(tokens)))

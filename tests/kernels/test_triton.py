@@ -1,0 +1,212 @@
+"""The Triton kernels against the dense oracle and the reference: under the interpreter, or on the GPU if there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lazy_rag_kernels import KernelError, Rotation, prepare, segment_attention
+
+pytest.importorskip("triton")
+
+from lazy_rag_kernels import triton_attention, triton_schedule
+from lazy_rag_kernels.triton_schedule import DeviceLimits, HeadShape, TileShape, make_schedule, tile_shape
+
+from tests.kernels.oracle import budget, check, dense_attention, largest
+from tests.kernels.plans import Case, Heads, Piece, SequenceSpec, StepSpec, build, random_spec
+from tests.kernels.test_reference import LAYERS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = TileShape(rows=0, block_m=16, block_n=16, num_warps=4, num_stages=1)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks so small that tiny plans have several row tiles, parts and key blocks."""
+
+    def small(most_rows: int, shape: HeadShape, limits: DeviceLimits) -> TileShape:
+        return SMALL._replace(rows=16 // shape.group)
+
+    monkeypatch.setattr(triton_schedule, "tile_shape", small)
+    monkeypatch.setattr(triton_schedule, "MIN_PART_TOKENS", 16)
+
+
+def run(case: Case, **changes: object) -> tuple[torch.Tensor, torch.Tensor | None]:
+    there = case.to(DEVICE)
+    plan = prepare(replace(there.plan, impl="triton"), there.stored_positions)
+    arguments = dict(return_lse=True) | there.arguments(**changes)
+    out, lse = segment_attention(there.q, there.pages, plan, **arguments)
+    return out.cpu(), None if lse is None else lse.cpu()
+
+
+def run_reference(case: Case, **changes: object) -> torch.Tensor:
+    plan = prepare(case.plan, case.stored_positions)
+    return segment_attention(case.q, case.pages, plan, **case.arguments(**changes))[0]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_matches_the_oracle(layer: str, small_tiles: None, poison_empty: None) -> None:
+    seed = list(LAYERS).index(layer)
+    case = build(random_spec(seed, sequences=2), LAYERS[layer], seed=seed)
+    out, lse = run(case)
+    check(case, out, lse)
+    limit = budget(case, dense_attention(case)).out
+    assert largest(out.double() - run_reference(case).double()) <= 2 * limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "f16", "f64"])
+@pytest.mark.parametrize("layer", ["plain", "everything"])
+def test_dtypes(layer: str, dtype: torch.dtype, poison_empty: None) -> None:
+    if dtype == torch.float64 and not triton_attention.INTERPRETED:
+        pytest.skip("float64 runs under the interpreter only")
+    case = build(random_spec(5), replace(LAYERS[layer], dtype=dtype), seed=5)
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_random_plans(page_size: int, seed: int, poison_empty: None) -> None:
+    case = build(random_spec(seed, page_size=page_size), Heads(), seed=seed)
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "k_dim", "v_dim"),
+    [
+        (4, 4, 64, 64),
+        (5, 1, 80, 80),
+        (7, 1, 96, 96),
+        (6, 2, 112, 112),
+        (16, 1, 128, 128),
+        (2, 2, 192, 128),
+        (2, 1, 256, 256),
+        (17, 1, 16, 24),
+    ],
+    ids=lambda n: str(n),
+)
+def test_head_shapes(heads: int, kv_heads: int, k_dim: int, v_dim: int, poison_empty: None) -> None:
+    layer = Heads(heads, kv_heads, k_dim, v_dim, Rotation("half", k_dim))
+    case = build(random_spec(heads, sequences=2, most_segments=3, most_live=4), layer, seed=heads)
+    check(case, *run(case))
+
+
+def long_decode(page_size: int = 16) -> StepSpec:
+    """One row over long segments: many parts for few rows."""
+    pieces = [Piece(0, 0, 70, 0), Piece(1, 16, 33, 75), Piece(0, 32, 40, 108)]
+    return StepSpec([75, 49], [4, 60], [SequenceSpec(pieces, [74, 150, 151], 1)], page_size)
+
+
+@pytest.mark.parametrize("layer", ["plain", "window", "sinks", "everything"])
+def test_parts_of_a_segment_merge(layer: str, small_tiles: None, poison_empty: None) -> None:
+    case = build(long_decode(), LAYERS[layer], seed=1)
+    check(case, *run(case))
+
+
+def test_slabs_give_the_same_result(small_tiles: None, poison_empty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build(random_spec(3), Heads(sinks=True), seed=3)
+    whole = run(case)[0]
+    monkeypatch.setattr(triton_schedule, "WORKSPACE_BYTES", 1)
+    assert len(make_schedule(case.plan, HeadShape(2, 2, 16, 16, 4), DeviceLimits(4, 99 << 10)).slabs) > 3
+    assert torch.equal(run(case)[0], whole)
+
+
+def test_long_live_prompt_skips_what_no_row_sees(small_tiles: None, poison_empty: None) -> None:
+    """Rows far ahead of most live keys, with a window that leaves only some of them."""
+    live = [p + 100 * (p // 20) for p in range(60)]
+    spec = StepSpec([40], [0], [SequenceSpec([Piece(0, 0, 40, 60)], live, 45)])
+    for window in (None, 30):
+        case = build(spec, Heads(window=window), seed=2)
+        check(case, *run(case))
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["no-sinks", "sinks"])
+def test_a_row_without_keys_gets_nothing(sinks: bool, small_tiles: None, poison_empty: None) -> None:
+    case = build(random_spec(2), Heads(sinks=sinks), seed=2)
+    case.plan.positions[case.plan.row_indptr[-2]] = -(10**5)
+    out, lse = run(case)
+    assert not out[case.plan.row_indptr[-2]].any()
+    check(case, out, lse)
+
+
+@pytest.mark.parametrize("length", [(2, 0), (0, 0)], ids=["one", "all"])
+def test_sequences_without_any_key(length: tuple[int, int], poison_empty: None) -> None:
+    case = build(StepSpec([5], [0], [SequenceSpec([], [0, 1], 2), SequenceSpec([], [0], 1)]), Heads())
+    case = replace(case, plan=replace(case.plan, seg_length=length))
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("layer", ["plain", "interleaved", "partial-offset"])
+def test_a_wrong_rotation_is_far_outside_the_budget(layer: str) -> None:
+    case = build(random_spec(1), LAYERS[layer], seed=1)
+    exact = dense_attention(case)
+    limit = 100 * budget(case, exact).out
+    assert largest(run(case, angles=case.with_deltas_off_by(1).angles)[0] - exact.out) > limit
+    assert largest(run(case, rotation=None, angles=None)[0] - exact.out) > limit
+
+
+def test_log_sum_exp_is_made_only_when_asked_for() -> None:
+    case = build(random_spec(0, sequences=1), Heads(), seed=0)
+    assert run(case, return_lse=False)[1] is None
+
+
+def test_every_visible_key_is_in_exactly_one_work_item() -> None:
+    """The schedule tiles rows, segments and workspace places without gap or overlap."""
+    shape, limits = HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10)
+    for seed in range(8):
+        plan = build(random_spec(seed, most_live=90), Heads(), seed=seed).plan
+        schedule = make_schedule(plan, shape, limits)
+        seen = {(t, s): 0 for t in range(plan.num_rows) for s in range(len(plan.seg_length))}
+        for slab in schedule.slabs:
+            work = slab.work.view(-1, triton_schedule.WORK_FIELDS).tolist()
+            tiles = slab.tiles.view(-1, triton_schedule.TILE_FIELDS).tolist()
+            assert sorted(item[8] for item in work) == list(range(slab.places))
+            for row_start, row_end, segment, page_begin, start, end, delta, _, place, *_ in work:
+                tile = next(tile for tile in tiles if tile[2] <= place < tile[3])
+                assert (row_start, row_end) == tuple(tile[:2])
+                assert (page_begin, delta) == (plan.page_indptr[segment], plan.seg_delta[segment])
+                for t in range(row_start, row_end):
+                    seen[t, segment] += end - start
+        for r in range(plan.num_sequences):
+            for t in range(plan.row_indptr[r], plan.row_indptr[r + 1]):
+                for s in range(plan.seg_indptr[r], plan.seg_indptr[r + 1]):
+                    if plan.seg_first_row[s] <= t:
+                        assert seen[t, s] == plan.seg_length[s]
+
+
+def test_one_long_request_fills_the_device() -> None:
+    """Without splitting, 8 KV heads over 6 segments would occupy 48 of 132 multiprocessors."""
+    spec = StepSpec([4096], [0], [SequenceSpec([Piece(0, 0, 4096, 4096 * i) for i in range(5)], [20480], 1)], 16)
+    plan = build(spec, Heads(1, 1, 2, 2, None)).plan
+    schedule = make_schedule(plan, HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10))
+    assert 8 * sum(slab.num_work for slab in schedule.slabs) >= 264
+
+
+@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, 227 << 10], ids=["sm86", "sm80", "sm90"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_blocks_fit_shared_memory(itemsize: int, shared_memory: int) -> None:
+    for dim in (16, 64, 80, 96, 112, 128, 192, 256):
+        for group in (1, 3, 8, 16):
+            for rows in (1, 64, 16384):
+                shape = HeadShape(group, 8, dim, dim, itemsize)
+                tile = tile_shape(rows, shape, DeviceLimits(132, shared_memory))
+                block = triton_schedule.padded(dim)
+                used = (tile.block_m + 2 * tile.num_stages * tile.block_n) * block * itemsize
+                assert used <= shared_memory and tile.rows * group <= tile.block_m
+
+
+def test_what_the_kernels_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = build(random_spec(0, sequences=1), Heads(), seed=0).to(DEVICE)
+    plan = replace(case.plan, impl="triton")
+    with pytest.raises(KernelError, match="int64"):
+        prepare(plan, case.stored_positions.long())
+    with pytest.raises(KernelError, match=r"must be \[N, 4\]"):
+        prepare(plan, case.stored_positions.view(-1))
+    prepared = prepare(plan, case.stored_positions)
+    swapped = replace(case.pages, k=case.pages.k.transpose(2, 3).contiguous().transpose(2, 3))
+    with pytest.raises(KernelError, match="K pages"):
+        segment_attention(case.q, swapped, prepared, **case.arguments())
+    monkeypatch.setattr(triton_attention, "INTERPRETED", False)
+    if DEVICE == "cpu":
+        with pytest.raises(KernelError, match='impl="reference"'):
+            prepare(plan, case.stored_positions)

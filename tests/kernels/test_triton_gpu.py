@@ -1,0 +1,98 @@
+"""The Triton kernels at real sizes in bfloat16: RMS error against float32 at most twice that of an eager bfloat16 run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lazy_rag_kernels import Rotation, prepare, segment_attention
+
+from tests.kernels.oracle import blocked_attention, rms
+from tests.kernels.plans import Heads, Piece, SequenceSpec, StepSpec, build
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = Heads(32, 8, 128, 128, Rotation("half", 128), dtype=torch.bfloat16)
+CHUNK = 4096
+
+
+def hot_chunks(sequences: int, live: int, rows: int, chunks: int = 5, length: int = CHUNK) -> StepSpec:
+    """`chunks` chunks in another order for every sequence, then live tokens of which the last `rows` are computed."""
+    specs = []
+    for i in range(sequences):
+        pieces = [Piece((i + j) % chunks, 0, length - 7 * j, offset=length * j) for j in range(chunks)]
+        specs.append(SequenceSpec(pieces, list(range(length * chunks, length * chunks + live)), rows))
+    return StepSpec([length] * chunks, [17 * j for j in range(chunks)], specs, page_size=16)
+
+
+def check_rms(spec: StepSpec, heads: Heads) -> None:
+    case = build(spec, heads).to("cuda")
+    plan = prepare(replace(case.plan, impl="triton"), case.stored_positions)
+    out, _ = segment_attention(case.q, case.pages, plan, **case.arguments())
+    exact = blocked_attention(case, torch.float32)
+    eager = blocked_attention(case, heads.dtype).to(heads.dtype)
+    assert torch.isfinite(out).all()
+    error, allowed = rms(out - exact), 2 * rms(eager - exact)
+    assert error <= allowed, f"RMS error {error:.3g}, allowed {allowed:.3g}"
+    assert error < 0.05 * rms(exact)
+
+
+def test_64_live_tokens_over_5_chunks() -> None:
+    check_rms(hot_chunks(1, live=64, rows=64), LLAMA)
+
+
+def test_64_live_tokens_with_a_window() -> None:
+    check_rms(hot_chunks(1, live=64, rows=64), replace(LLAMA, window=1024))
+
+
+def test_decode_of_8_requests() -> None:
+    check_rms(hot_chunks(8, live=20, rows=1), LLAMA)
+
+
+def test_decode_and_prefill_in_one_step() -> None:
+    spec = hot_chunks(3, live=100, rows=100)
+    spec.sequences[1].rows = 1
+    check_rms(spec, LLAMA)
+
+
+def test_many_short_chunks() -> None:
+    check_rms(hot_chunks(1, live=64, rows=64, chunks=60, length=512), LLAMA)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_head_dims(dim: int, rows: int, dtype: torch.dtype) -> None:
+    heads = Heads(8, 2, dim, 128 if dim == 192 else dim, Rotation("half", dim), dtype=dtype)
+    check_rms(hot_chunks(1, live=64, rows=rows, length=512), heads)
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 16])
+def test_groups(group: int) -> None:
+    check_rms(hot_chunks(2, live=33, rows=33, length=512), replace(LLAMA, heads=2 * group, kv_heads=2))
+
+
+def test_encoding_a_chunk_of_16k_tokens() -> None:
+    check_rms(StepSpec([1], [0], [SequenceSpec([], list(range(16384)), 16384)], 16), LLAMA)
+
+
+def test_context_of_128k_tokens() -> None:
+    check_rms(hot_chunks(1, live=16, rows=16, chunks=8, length=16384), replace(LLAMA, heads=16, kv_heads=4))
+
+
+@pytest.mark.parametrize("layer", [dict(softcap=30.0), dict(sinks=True)], ids=["softcap", "sinks"])
+def test_options_match_the_reference(layer: dict[str, object]) -> None:
+    case = build(hot_chunks(1, live=64, rows=64, length=512), replace(LLAMA, **layer)).to("cuda")  # type: ignore[arg-type]
+    results = [
+        segment_attention(
+            case.q,
+            case.pages,
+            prepare(replace(case.plan, impl=impl), case.stored_positions),
+            return_lse=True,
+            **case.arguments(),
+        )
+        for impl in ("triton", "reference")
+    ]
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-3)
