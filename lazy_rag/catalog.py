@@ -487,10 +487,6 @@ def _digest(data: bytes) -> bytes:
 
 def _token_bytes(record: ChunkRecord) -> bytes:
     try:
-        record.text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RetrieverError(f"chunk {record.chunk_id!r} holds half a surrogate pair at {error.start}") from error
-    try:
         return np.array(record.token_ids, dtype="<i4").tobytes()
     except (OverflowError, TypeError, ValueError) as error:
         raise RetrieverError(f"chunk {record.chunk_id!r} has token ids that are not 32-bit integers") from error
@@ -540,6 +536,8 @@ class Filter:
 
 
 _MAX_DEPTH = 50
+MAX_PARAMETERS = 32_000
+"""SQLite's default limit is a little higher; a comparison takes up to three, a list of any length two."""
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 
 

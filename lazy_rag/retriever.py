@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazy_rag.catalog import (
+    MAX_PARAMETERS,
     Catalog,
     Change,
     ChunkId,
@@ -220,6 +221,8 @@ class Retriever:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k <= 0:
             raise RetrieverError(f"k must be a positive integer, not {k!r}")
         where = None if filter is None else compile_filter(filter)
+        if where is not None and len(where.parameters) > MAX_PARAMETERS:
+            raise RetrieverError("the filter is too large: use $in with a list instead of many conditions")
         if isinstance(query, str):
             if self._embedder is None:
                 raise RetrieverError("no embedder: construct the retriever with one to search for a text")
@@ -430,10 +433,7 @@ class Retriever:
 
     def _candidates(self, namespace: str, where: Filter | None) -> tuple[_Ids, _Ids]:
         if where is not None:
-            try:
-                return self._catalog.candidates(namespace, where)
-            except sqlite3.OperationalError as error:
-                raise RetrieverError(f"the filter is too large: {error}") from error
+            return self._catalog.candidates(namespace, where)
         if namespace not in self._members:
             self._members[namespace] = self._catalog.candidates(namespace, None)
         return self._members[namespace]
@@ -523,6 +523,11 @@ def _document_write(
             f"document {document_id!r} needs exactly one namespace, got {sorted(namespaces)}; "
             "without chunks pass namespace="
         )
+    for what in (document_id, *namespaces, *(part for chunk in chunks for part in (chunk.chunk_id, chunk.text))):
+        try:
+            what.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RetrieverError(f"document {document_id!r} holds half a surrogate pair: {error}") from error
     if isinstance(metadata, Mapping):
         encoded = (encode_metadata(metadata),) * len(chunks)
     else:

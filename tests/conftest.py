@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,10 +11,6 @@ import torch
 if not torch.cuda.is_available():
     # read when a kernel is decorated, so it must stand before any import of the kernels
     os.environ["TRITON_INTERPRET"] = "1"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def poison_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill uninitialised float tensors with NaN, so that an output nobody wrote fails its test."""
 
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -38,4 +34,3 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    yield

@@ -79,7 +79,7 @@ def test_folder_is_walked_sorted_without_hidden_and_unknown(tmp_path: Path) -> N
         write(tmp_path / name, f"text of {name}")
     found = load_documents(str(tmp_path))
     assert [document.metadata["file_name"] for document in found] == ["c.HTM", "z.py", "b.txt", "c.md"]
-    assert [document.text for document in found][0] == "text of a/b/c.HTM"
+    assert found[0].text == "text of a/b/c.HTM"
 
 
 def test_unknown_kind_is_refused_when_named(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_words_are_kept_and_limit_holds() -> None:
 
 def test_markdown_keeps_sections() -> None:
     text = "# alpha\n\nbeta gamma\n\n# delta\n\nalpha beta"
-    pieces = split_text(text, tokenizer=TOKENIZER, max_tokens=16, markdown=True)
+    pieces = split_text(text, tokenizer=TOKENIZER, max_tokens=10, markdown=True)
     assert pieces == ["# alpha\n\nbeta gamma", "# delta\n\nalpha beta"]
 
 
@@ -98,11 +98,7 @@ def test_a_character_that_cannot_fit_is_an_error_not_a_loss() -> None:
 
 def test_tokenizer_without_fast_backend() -> None:
     pieces = split_text("one two three four", tokenizer=SlowTokenizer(), max_tokens=9)
-    assert (
-        pieces == ["one two", "three", "four"] or pieces == ["one two", "three fou", "r"] or max(map(len, pieces)) <= 9
-    )
-    assert "".join(pieces).replace(" ", "") == "onetwothreefour"
-    assert max(map(len, pieces)) <= 9
+    assert pieces == ["one two", "three", "four"]
 
 
 def test_truncation_and_padding_of_the_tokenizer_do_not_falsify_the_count() -> None:

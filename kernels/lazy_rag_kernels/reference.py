@@ -120,9 +120,7 @@ def segment_attention(
             local = slice(start, start + rows.stop - rows.start)
             turned = _turn_rows(q[rows].to(wide), state, plan, rotation, angles)
             scores = _scores(turned, k, state, scaling)
-            result, total = _softmax_values(
-                scores, v, mask.block(local), heads // kv_heads, softcap, sinks, return_lse
-            )
+            result, total = _softmax_values(scores, v, mask.block(local), heads // kv_heads, softcap, sinks, return_lse)
             out[rows] = result
             if lse is not None and total is not None:
                 lse[rows] = total
@@ -132,7 +130,7 @@ def segment_attention(
 def _turn_rows(
     q: Tensor, state: SequenceState, plan: AttentionPlan, rotation: Rotation | None, angles: SegmentAngles | None
 ) -> list[Tensor]:
-    """The rows turned by -delta for each segment of the sequence: [Tr, H, D] each (the same tensor where delta is 0)."""
+    """The rows turned by -delta for each segment of the sequence: [Tr, H, D] each (`q` itself where delta is 0)."""
     if rotation is None or angles is None:
         return [q] * len(state.segments)
     moved = [s for s in state.segments if plan.seg_delta[s] != 0]

@@ -4,6 +4,8 @@ Kernel names: i_ program and loop indices, o_ offsets, m_ masks, p_ pointers, b_
 the packed rows of a tile: a row's G query heads of one KV head lie next to one another, (row, g) at row * G + g.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from typing import Any
 
 import torch
@@ -132,7 +134,7 @@ def _partial_kernel(
     BLOCK_DV: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One row tile of one KV head over one part of one segment: normalised output and log2-sum-exp2 to the workspace."""
+    """One row tile of one KV head over one part of one segment: normalised output and base-2 log-sum-exp."""
     ACC: tl.constexpr = part_out.dtype.element_ty
     i_w, i_hkv = tl.program_id(0), tl.program_id(1)
     p_work = work + i_w * FIELDS
@@ -321,7 +323,7 @@ def segment_attention(
     sinks: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `ops.segment_attention`. Scores, softmax and merge in float32 (float64 for float64), products in q's dtype."""
+    """See `ops.segment_attention`. Scores, softmax and merge in float32 (or float64), products in q's dtype."""
     state: TritonState = plan.state
     _check(q, pages, plan, rotation, angles, sinks)
     num_rows, heads, k_dim = q.shape
@@ -331,16 +333,16 @@ def segment_attention(
     out = torch.empty(num_rows, heads, v_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(num_rows, heads, dtype=wide, device=q.device) if return_lse else None
     cos, sin = (None, None) if angles is None else angles
-    layer = dict(
-        scaling=scaling,
-        window=window,
-        cos=cos,
-        sin=sin,
-        ROTARY_START=0 if rotation is None else rotation.start,
-        ROTARY_DIM=0 if rotation is None else rotation.dim,
-        INTERLEAVED=rotation is not None and rotation.pairing == "interleaved",
-        SOFTCAP=softcap,
-    )
+    layer = {
+        "scaling": scaling,
+        "window": window,
+        "cos": cos,
+        "sin": sin,
+        "ROTARY_START": 0 if rotation is None else rotation.start,
+        "ROTARY_DIM": 0 if rotation is None else rotation.dim,
+        "INTERLEAVED": rotation is not None and rotation.pairing == "interleaved",
+        "SOFTCAP": softcap,
+    }
     with torch.cuda.device_of(q):
         for slab in schedule.slabs:
             part_out = torch.empty(slab.places, kv_heads, schedule.tile.block_m, v_dim, dtype=wide, device=q.device)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from lazy_rag_kernels.plan import AttentionPlan
@@ -114,8 +116,9 @@ def device_limits(device: torch.device) -> DeviceLimits:
     """Limits of a CUDA device; off-GPU (interpreter) those of a small one."""
     if device.type != "cuda":
         return DeviceLimits(multiprocessors=16, shared_memory=99 << 10)
-    properties = torch.cuda.get_device_properties(device)
-    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"])
 
 
 def next_power_of_two(n: int) -> int:
@@ -151,7 +154,7 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits) -> TileSh
 
 def make_schedule(plan: AttentionPlan, shape: HeadShape, limits: DeviceLimits) -> Schedule:
     """The step's work for one head shape, with its table on the plan's device (one copy)."""
-    most_rows = max((end - start for start, end in zip(plan.row_indptr, plan.row_indptr[1:])), default=0)
+    most_rows = max((end - start for start, end in pairwise(plan.row_indptr)), default=0)
     tile = tile_shape(most_rows, shape, limits)
     row_tiles = list(_row_tiles(plan, tile.rows))
     part_tokens = _part_tokens(plan, row_tiles, tile.block_n, shape.kv_heads, limits)
@@ -166,7 +169,7 @@ def make_schedule(plan: AttentionPlan, shape: HeadShape, limits: DeviceLimits) -
     slabs, begin = [], 0
     for work, tiles in tables:
         middle, end = begin + len(work), begin + len(work) + len(tiles)
-        counts = [stop - start for start, stop in zip(tiles[2::TILE_FIELDS], tiles[3::TILE_FIELDS])]
+        counts = [stop - start for start, stop in zip(tiles[2::TILE_FIELDS], tiles[3::TILE_FIELDS], strict=True)]
         slabs.append(
             Slab(
                 work=flat[begin:middle],

@@ -55,7 +55,7 @@ def dense_attention(case: Case, dtype: torch.dtype = torch.float64) -> Expected:
             slots = [(table[i // plan.page_size], i % plan.page_size) for i in range(plan.seg_length[s])]
             if not slots:
                 continue
-            page, slot = (torch.tensor(index) for index in zip(*slots))
+            page, slot = (torch.tensor(index) for index in zip(*slots, strict=True))
             segment_keys = case.pages.k[page, slot].to(torch.float64)
             if heads.rotation is not None:
                 segment_keys = turned_forward(segment_keys, plan.seg_delta[s], case.inv_freq, heads.rotation)
@@ -92,9 +92,10 @@ def dense_attention(case: Case, dtype: torch.dtype = torch.float64) -> Expected:
 
 
 def blocked_attention(case: Case, dtype: torch.dtype, rows_at_once: int = 256) -> Tensor:
-    """The same for large cases without soft cap and sinks, a block of rows at a time, on the case's device: [T, H, Dv]."""
+    """[T, H, Dv], the same for large cases without soft cap and sinks: blocks of rows, on the case's device."""
     plan, heads, device = case.plan, case.heads, case.q.device
-    assert heads.softcap is None and case.sinks is None
+    assert heads.softcap is None
+    assert case.sinks is None
     wide = torch.promote_types(dtype, torch.float32)
     out = torch.zeros(plan.num_rows, heads.heads, heads.v_dim, dtype=wide, device=device)
     for r in range(plan.num_sequences):

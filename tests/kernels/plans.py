@@ -15,6 +15,9 @@ from torch import Tensor
 UNUSED_POSITION = -(10**6)
 
 
+FULL_ROTATION = Rotation("half", 16)
+
+
 @dataclass(frozen=True)
 class Heads:
     """Shapes and options of one attention layer."""
@@ -23,7 +26,7 @@ class Heads:
     kv_heads: int = 2
     k_dim: int = 16
     v_dim: int = 16
-    rotation: Rotation | None = Rotation("half", 16)
+    rotation: Rotation | None = FULL_ROTATION
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -80,14 +83,14 @@ class Case:
 
     def arguments(self, **changes: Any) -> dict[str, Any]:
         """Keyword arguments of `segment_attention`."""
-        arguments: dict[str, Any] = dict(
-            scaling=self.scaling,
-            rotation=self.heads.rotation,
-            angles=self.angles,
-            window=self.heads.window,
-            softcap=self.heads.softcap,
-            sinks=self.sinks,
-        )
+        arguments: dict[str, Any] = {
+            "scaling": self.scaling,
+            "rotation": self.heads.rotation,
+            "angles": self.angles,
+            "window": self.heads.window,
+            "softcap": self.heads.softcap,
+            "sinks": self.sinks,
+        }
         return arguments | changes
 
     def with_deltas_off_by(self, error: int) -> Case:
@@ -112,7 +115,7 @@ class Case:
         return replace(
             self,
             q=self.q.to(device),
-            pages=replace(self.pages, **moved),
+            pages=replace(self.pages, **moved),  # type: ignore[arg-type]
             plan=plan,
             stored_positions=self.stored_positions.to(device),
             angles=None if self.angles is None else SegmentAngles(*(x.to(device) for x in self.angles)),
@@ -178,12 +181,12 @@ def build(spec: StepSpec, heads: Heads, *, seed: int = 0, impl: str = "reference
     def fill(span: list[int], positions: list[int]) -> None:
         index = torch.arange(len(positions))
         page, slot = torch.tensor(span)[index // size], index % size
-        pages.k[page, slot] = torch.randn(len(positions), heads.kv_heads, heads.k_dim, generator=generator).to(heads.dtype)
-        pages.v[page, slot] = torch.randn(len(positions), heads.kv_heads, heads.v_dim, generator=generator).to(heads.dtype)
+        for view in (pages.k, pages.v):
+            view[page, slot] = torch.randn(len(positions), *view.shape[2:], generator=generator).to(heads.dtype)
         stored_positions[page, slot] = torch.tensor(positions, dtype=torch.int32)
 
     chunks = []
-    for length, base in zip(spec.chunk_lengths, spec.chunk_bases):
+    for length, base in zip(spec.chunk_lengths, spec.chunk_bases, strict=True):
         chunk = Chunk([next(take) for _ in range(-(-length // size))], length, base)
         fill(chunk.pages, list(range(base, base + length)))
         chunks.append(chunk)

@@ -58,7 +58,7 @@ def spread_out(case: Case, page_elements: int) -> Case:
     for name, paged, offset in (("k", case.pages.k, 0), ("v", case.pages.v, page_elements // 2)):
         views[name] = pool.as_strided(paged.shape, (page_elements, *paged.stride()[1:]), offset)
         views[name].copy_(paged)
-    return replace(case, pages=replace(case.pages, **views))
+    return replace(case, pages=replace(case.pages, **views))  # type: ignore[arg-type]
 
 
 def test_pages_beyond_2_to_the_31_elements() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ class TestMergeStates:
         scores = torch.randn(3, 5, 40, generator=generator, dtype=torch.float64) * 3
         values = torch.randn(40, 7, generator=generator, dtype=torch.float64)
         outs, lses = [], []
-        for start, end in zip(bounds, bounds[1:]):
+        for start, end in pairwise(bounds):
             outs.append(torch.softmax(scores[..., start:end], -1) @ values[start:end])
             lses.append(torch.logsumexp(scores[..., start:end], -1))
         return torch.stack(outs), torch.stack(lses), torch.softmax(scores, -1) @ values, scores.logsumexp(-1)
@@ -168,7 +169,8 @@ class TestMergeStates:
 
     def test_no_keys_anywhere(self) -> None:
         out, lse = merge_states(torch.full((2, 3, 4), math.nan), torch.full((2, 3), -math.inf))
-        assert not out.any() and torch.isneginf(lse).all()
+        assert not out.any()
+        assert torch.isneginf(lse).all()
 
 
 class TestRotate:
@@ -189,4 +191,5 @@ class TestRotate:
     def test_keeps_narrow_types(self) -> None:
         x = torch.randn(2, 16, dtype=torch.bfloat16)
         turned = rotate(x, torch.ones(8), torch.zeros(8), Rotation("half", 16))
-        assert turned.dtype == torch.bfloat16 and torch.equal(turned, x)
+        assert turned.dtype == torch.bfloat16
+        assert torch.equal(turned, x)

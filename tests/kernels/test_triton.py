@@ -1,4 +1,4 @@
-"""The Triton kernels against the dense oracle and the reference: under the interpreter, or on the GPU if there is one."""
+"""The Triton kernels against the dense oracle and the reference: interpreted, or on the GPU if there is one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(case: Case, **changes: object) -> tuple[torch.Tensor, torch.Tensor | None]:
     there = case.to(DEVICE)
     plan = prepare(replace(there.plan, impl="triton"), there.stored_positions)
-    arguments = dict(return_lse=True) | there.arguments(**changes)
+    arguments = {"return_lse": True} | there.arguments(**changes)
     out, lse = segment_attention(there.q, there.pages, plan, **arguments)
     return out.cpu(), None if lse is None else lse.cpu()
 
@@ -192,7 +192,8 @@ def test_blocks_fit_shared_memory(itemsize: int, shared_memory: int) -> None:
                 tile = tile_shape(rows, shape, DeviceLimits(132, shared_memory))
                 block = triton_schedule.padded(dim)
                 used = (tile.block_m + 2 * tile.num_stages * tile.block_n) * block * itemsize
-                assert used <= shared_memory and tile.rows * group <= tile.block_m
+                assert used <= shared_memory
+                assert tile.rows * group <= tile.block_m
 
 
 def test_what_the_kernels_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,244 @@
+"""The exactness contract against the stock model: any order, repetition, range and length, cold and warm."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
+from lazy_rag.families import FAMILIES as SUPPORTED
+from lazy_rag.layout import LiveRun, Segment, repair_layout
+from tests.layouts import chunk_sizes, make_chunk, random_layout, random_tokens
+from tests.oracle import full_attention_logits, oracle_logits, tolerance
+from tests.tiny_models import FAMILIES, tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
+
+PAGE = 8
+PREFIXES = {"none": "none", "shared": "shared", "text": "You answer from documents, and from nothing else."}
+
+
+def make_runtime(family: str, prefix: str = "shared", **options: object) -> Runtime:
+    options = {"page_size": PAGE, "cache_bytes": 16 << 20, "impl": "reference", **options}
+    return Runtime(
+        tiny_model(family), tokenizer=tiny_tokenizer(), embedder=None, prefix=PREFIXES[prefix], progress=False, **options
+    )
+
+
+@pytest.fixture(params=["none", "shared", "text"])
+def prefix(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["llama", "qwen3", "mistral"])
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def runtime(family: str, prefix: str) -> Iterator[Runtime]:
+    with make_runtime(family, prefix) as rt:
+        yield rt
+        assert rt.check() == []
+
+
+def assert_exact(runtime: Runtime, stock: torch.nn.Module, layout: PromptLayout) -> None:
+    expected = oracle_logits(stock, layout)[-1]
+    error = float((runtime.next_token_logits(layout) - expected).abs().max())
+    assert error <= tolerance(expected), f"{error} for {layout.items}"
+
+
+def test_random_layouts_cold_and_warm(runtime: Runtime, family: str) -> None:
+    rng, stock = random.Random(1), tiny_model(family)
+    chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in chunk_sizes(PAGE)]
+    for _ in range(6):
+        layout = random_layout(runtime, chunks, rng)
+        assert_exact(runtime, stock, layout)
+        encoded = runtime.stats.tokens_encoded
+        assert_exact(runtime, stock, layout)
+        assert runtime.stats.tokens_encoded == encoded, "a repeat encodes nothing"
+
+
+@pytest.mark.parametrize("size", chunk_sizes(PAGE))
+def test_every_chunk_length_and_cut(size: int) -> None:
+    rng, stock = random.Random(size), tiny_model("llama")
+    with make_runtime("llama") as runtime:
+        chunk = make_chunk(runtime, random_tokens(rng, size))
+        for start in range(0, size, PAGE):
+            for length in {1, min(PAGE, size - start), size - start}:
+                builder = LayoutBuilder(runtime.prefix, PAGE).live(random_tokens(rng, 3)).segment(chunk, start, length)
+                assert_exact(runtime, stock, builder.live(random_tokens(rng, 4)).build())
+
+
+@pytest.mark.parametrize("repair", ["none", "head", "exact"])
+def test_repairs(runtime: Runtime, family: str, repair: str) -> None:
+    """Each repair is a layout like any other; "exact" equals the stock model's ordinary attention."""
+    rng, stock = random.Random(2), tiny_model(family)
+    chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in chunk_sizes(PAGE)]
+    for _ in range(3):
+        layout = random_layout(runtime, chunks, rng)
+        repaired = repair_layout(layout, repair)
+        assert repaired.token_ids() == layout.token_ids()
+        assert_exact(runtime, stock, repaired)
+        if repair == "exact":
+            expected = full_attention_logits(stock, layout.token_ids())
+            error = float((runtime.next_token_logits(repaired) - expected).abs().max())
+            assert error <= tolerance(expected)
+
+
+def wrong_delta(layout: PromptLayout) -> PromptLayout:
+    items = [replace(i, delta=i.delta + 1) if isinstance(i, Segment) and i.delta else i for i in layout.items]
+    return replace(layout, items=tuple(items))
+
+
+def no_rotation(layout: PromptLayout) -> PromptLayout:
+    return replace(layout, items=tuple(replace(i, delta=0) if isinstance(i, Segment) else i for i in layout.items))
+
+
+def control_layout(runtime: Runtime) -> PromptLayout:
+    rng = random.Random(3)
+    chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in (19, 30, 8)]
+    builder = LayoutBuilder(runtime.prefix, PAGE).live(random_tokens(rng, 40))
+    for chunk in chunks:
+        builder.segment(chunk)
+    return builder.live(random_tokens(rng, 5)).build()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_negative_controls(family: str) -> None:
+    """A wrong delta, no rotation and a wrong prefix are each seen by the comparison, far above its tolerance."""
+    stock = tiny_model(family)
+    with make_runtime(family) as runtime:
+        layout = control_layout(runtime)
+        right = oracle_logits(stock, layout)[-1]
+        bound = 100 * tolerance(right)
+        for wrong in (wrong_delta(layout), no_rotation(layout)):
+            assert float((runtime.next_token_logits(wrong) - right).abs().max()) > bound
+    with make_runtime(family, "text") as other:
+        layout = control_layout(other)
+        wrong_prefix = replace(layout.prefix, token_ids=tuple(reversed(layout.prefix.token_ids)))
+        mistaken = oracle_logits(stock, replace(layout, prefix=wrong_prefix))[-1]
+        assert float((other.next_token_logits(layout) - mistaken).abs().max()) > bound
+
+
+def assert_greedy_matches(stock: torch.nn.Module, layout: PromptLayout, token_ids: tuple[int, ...]) -> int:
+    """Every token is the oracle's choice wherever its margin exceeds the tolerance; returns how many were decided."""
+    expected = oracle_logits(stock, layout, list(token_ids[:-1]))
+    top = expected.topk(2).values
+    decided = 0
+    for i, token in enumerate(token_ids):
+        if float(top[i, 0] - top[i, 1]) > tolerance(expected[i]):
+            assert int(expected[i].argmax()) == token, f"token {i}"
+            decided += 1
+    return decided
+
+
+def test_greedy_text_of_64_tokens(runtime: Runtime, family: str) -> None:
+    rng, stock = random.Random(4), tiny_model(family)
+    chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in chunk_sizes(PAGE)]
+    sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    layout = random_layout(runtime, chunks, rng)
+    answer = runtime.generate(layout, sampling=sampling)
+    assert len(answer.token_ids) == 64
+    assert assert_greedy_matches(stock, layout, answer.token_ids) > 50
+    assert runtime.generate(layout, sampling=sampling).token_ids == answer.token_ids
+
+
+def test_mixed_requests_at_once(runtime: Runtime, family: str) -> None:
+    """Requests that share chunks at different positions, arrive together and differ in length, each as if alone."""
+    rng, stock = random.Random(5), tiny_model(family)
+    chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in chunk_sizes(PAGE)]
+    layouts = [random_layout(runtime, chunks, rng) for _ in range(8)]
+
+    def ask(i: int) -> tuple[int, ...]:
+        sampling = SamplingParams(max_tokens=1 + 3 * i, temperature=0, ignore_eos=True)
+        return runtime.generate(layouts[i], sampling=sampling).token_ids
+
+    with ThreadPoolExecutor(8) as pool:
+        for layout, token_ids in zip(layouts, pool.map(ask, range(8)), strict=True):
+            assert_greedy_matches(stock, layout, token_ids)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_bounded_passes(rows: int) -> None:
+    """Prompts and chunks longer than one pass continue over their own pages."""
+    rng, stock = random.Random(6), tiny_model("mistral")
+    with make_runtime("mistral", encode_tokens=rows) as runtime:
+        chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in (3, 17, 30)]
+        for _ in range(2):
+            assert_exact(runtime, stock, random_layout(runtime, chunks, rng))
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 64])
+def test_page_sizes(page: int) -> None:
+    rng, stock = random.Random(7), tiny_model("qwen3")
+    with make_runtime("qwen3", page_size=page) as runtime:
+        chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in (1, 7, 40)]
+        for _ in range(3):
+            assert_exact(runtime, stock, random_layout(runtime, chunks, rng))
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_families(name: str) -> None:
+    rng, stock = random.Random(8), tiny_model(name)
+    with make_runtime(name) as runtime:
+        chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in (1, 8, 17, 30)]
+        for _ in range(3):
+            assert_exact(runtime, stock, random_layout(runtime, chunks, rng))
+        layout = control_layout(runtime)
+        right = oracle_logits(stock, layout)[-1]
+        assert float((runtime.next_token_logits(wrong_delta(layout)) - right).abs().max()) > 100 * tolerance(right)
+
+
+def test_every_supported_family_is_tested() -> None:
+    tested = {tiny_model(name).config.model_type for name in FAMILIES}
+    assert set(SUPPORTED) == tested
+
+
+def float64_model(family: str) -> torch.nn.Module:
+    """The stock model in float64 with float64 angles (transformers computes angles in float32 whatever the dtype)."""
+    model = tiny_model(family).double()
+    inv_freq = tiny_model(family).model.rotary_emb.inv_freq.double()
+
+    def angles(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angle = position_ids.double()[..., None] * inv_freq
+        both = torch.cat((angle, angle), dim=-1)
+        return both.cos(), both.sin()
+
+    model.model.rotary_emb.forward = angles
+    return model
+
+
+def test_beyond_2048_positions_in_float64() -> None:
+    """Where float32 angles themselves round: RMS error at most twice the stock float32 run's, both against float64."""
+    rng = random.Random(9)
+    stock, exact = tiny_model("llama"), float64_model("llama")
+    with make_runtime("llama") as runtime:
+        chunks = [make_chunk(runtime, random_tokens(rng, 400)) for _ in range(6)]
+        builder = LayoutBuilder(runtime.prefix, PAGE)
+        for chunk in chunks:
+            builder.segment(chunk)
+        layout = builder.live(random_tokens(rng, 9)).build()
+        assert len(layout) > 2048
+        truth = oracle_logits(exact, layout)[-1]
+        ours = float((runtime.next_token_logits(layout) - truth).square().mean().sqrt())
+        theirs = float((oracle_logits(stock, layout)[-1] - truth).square().mean().sqrt())
+        assert ours <= 2 * theirs, (ours, theirs)
+
+
+def test_live_runs_stay_causal_across_runs() -> None:
+    """A live token before a chunk does not see it; changing the chunk changes nothing for the token's own logits."""
+    rng = random.Random(10)
+    with make_runtime("llama") as runtime:
+        first = random_tokens(rng, 6)
+        short = LayoutBuilder(runtime.prefix, PAGE).live(first).build()
+        chunk = make_chunk(runtime, random_tokens(rng, 12))
+        long = LayoutBuilder(runtime.prefix, PAGE).live(first).segment(chunk).live(random_tokens(rng, 2)).build()
+        assert isinstance(long.items[0], LiveRun)
+        stock = tiny_model("llama")
+        assert_exact(runtime, stock, short)
+        assert_exact(runtime, stock, long)
