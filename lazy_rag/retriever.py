@@ -382,7 +382,9 @@ class Retriever:
                     return index
         except (OSError, StoreError) as error:
             _LOG.warning("%s", error)
-        _LOG.warning("%s is damaged; the index was rebuilt from the catalog. check(repair=True) rewrites it", path)
+        _LOG.warning(
+            "%s is missing or damaged; the index was rebuilt from the catalog. check(repair=True) rewrites it", path
+        )
         return None
 
     def _built_index(self) -> VectorIndex | None:

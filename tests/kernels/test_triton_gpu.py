@@ -31,7 +31,7 @@ def check_rms(spec: StepSpec, heads: Heads) -> None:
     case = build(spec, heads).to("cuda")
     plan = prepare(replace(case.plan, impl="triton"), case.stored_positions)
     out, _ = segment_attention(case.q, case.pages, plan, **case.arguments())
-    exact = blocked_attention(case, torch.float32)
+    exact = blocked_attention(case, torch.float64 if heads.dtype == torch.float32 else torch.float32)
     eager = blocked_attention(case, heads.dtype).to(heads.dtype)
     assert torch.isfinite(out).all()
     error, allowed = rms(out - exact), 2 * rms(eager - exact)

@@ -1,0 +1,80 @@
+"""What every benchmark prints and how it measures: medians with spread, machine and versions, one JSON line at the end."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import torch
+import transformers
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds over several runs."""
+
+    runs: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.runs)
+
+    def __str__(self) -> str:
+        return f"{1000 * self.median:8.1f} ms  ({1000 * min(self.runs):.1f} to {1000 * max(self.runs):.1f})"
+
+
+def measure(function: Callable[[], Any], *, runs: int, before: Callable[[], Any] | None = None) -> Timing:
+    """Time a function after one warm-up run; `before` runs untimed ahead of each."""
+    seconds = []
+    for i in range(runs + 1):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        function()
+        if i:
+            seconds.append(time.perf_counter() - start)
+    return Timing(tuple(seconds))
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "date": date.today().isoformat(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor()
+
+
+def host_rates() -> tuple[float, float]:
+    """(float32 matmul FLOP/s, copy bytes/s read + written) of this machine, measured."""
+    a = torch.randn(1536, 1536)
+    flops = 2 * 1536**3 / measure(lambda: a @ a, runs=5).median
+    source = torch.randn(1 << 26)
+    target = torch.empty_like(source)
+    bytes_per_second = 2 * source.numel() * 4 / measure(lambda: target.copy_(source), runs=5).median
+    return flops, bytes_per_second
+
+
+def finish(results: dict[str, Any]) -> None:
+    """The last line of every benchmark."""
+    print(json.dumps({**machine(), **results}))
+    sys.stdout.flush()
