@@ -1,4 +1,4 @@
-"""What every benchmark prints and how it measures: medians with spread, machine and versions, one JSON line at the end."""
+"""What every benchmark prints and how it measures: medians with spread, machine, versions, one JSON line at the end."""
 
 from __future__ import annotations
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.common import Timing, finish, host_rates, machine, measure
 from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
@@ -100,7 +99,9 @@ def floors(stock: PreTrainedModel, layout: PromptLayout) -> dict[str, float]:
     """Least seconds for (a), (b), (c) and a decode step on this machine: FLOPs ÷ rate or bytes ÷ bandwidth."""
     flops, bandwidth = host_rates()
     config = stock.config
-    body = sum(p.numel() for name, p in stock.named_parameters() if "embed_tokens" not in name and "lm_head" not in name)
+    body = sum(
+        p.numel() for name, p in stock.named_parameters() if "embed_tokens" not in name and "lm_head" not in name
+    )
     head = config.vocab_size * config.hidden_size
     total, live = len(layout), layout.live_tokens
     pair = 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers  # QK and PV of one pair
@@ -139,7 +140,9 @@ def main() -> None:
             "a": measure(lambda: stock_first_token(stock, same), runs=runs),
             "b": measure(lambda: first_token(runtime, same), runs=runs, before=lambda: forget(runtime, chunks)),
             "c": measure(lambda: first_token(runtime, same), runs=2 * runs),
-            "d": measure(lambda: first_token(runtime, lay_out(runtime, rng.sample(chunks, CHUNKS), live)), runs=2 * runs),
+            "d": measure(
+                lambda: first_token(runtime, lay_out(runtime, rng.sample(chunks, CHUNKS), live)), runs=2 * runs
+            ),
             "titles": measure(lambda: first_token(runtime, titled), runs=2 * runs),
             "same live at the end": measure(lambda: first_token(runtime, at_end), runs=2 * runs),
         }

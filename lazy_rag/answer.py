@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazy_rag.engine import ChunkUse, Completion, Times
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import PromptLayout
+from lazy_rag.requests import ChunkUse, Completion, Times
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,7 @@ class Parts:
     max_context: int
 
 
-def build(
-    model: Any, tokenizer: Any, settings: Settings, *, policy: str | EvictionPolicy, store: Path | None
-) -> Parts:
+def build(model: Any, tokenizer: Any, settings: Settings, *, policy: str | EvictionPolicy, store: Path | None) -> Parts:
     """Examine the model, key it, size the pool, and make the engine (not yet started)."""
     language_model = LanguageModel(model)
     try:

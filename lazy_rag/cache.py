@@ -21,10 +21,10 @@ from lazy_rag.pool import PagePool
 class CachedChunk:
     """One chunk's span of pages.
 
-        state      visible to lookups   pages written by      may be evicted
-        filling    no                   its encoding only     no
-        published  yes                  nobody                when leases == 0 and not pinned
-        discarded  no                   nobody                freed with the last lease
+    state      visible to lookups   pages written by      may be evicted
+    filling    no                   its encoding only     no
+    published  yes                  nobody                when leases == 0 and not pinned
+    discarded  no                   nobody                freed with the last lease
     """
 
     chunk: Chunk
@@ -90,7 +90,8 @@ class ChunkCache:
 
     def publish(self, entry: CachedChunk) -> None:
         """Make a completely written entry visible; from here on its pages are never written."""
-        assert not entry.published and entry.chunk.id not in self._published
+        assert not entry.published
+        assert entry.chunk.id not in self._published
         self._unlisted.remove(entry)
         entry.published = True
         self._published[entry.chunk.id] = entry
@@ -121,7 +122,8 @@ class ChunkCache:
         missing = [i for i in chunk_ids if i not in self._published]
         if missing:
             raise CacheFullError(
-                f"{len(missing)} of {len(chunk_ids)} chunks do not fit in memory and cannot be pinned: raise cache_bytes"
+                f"{len(missing)} of {len(chunk_ids)} chunks do not fit in memory and cannot be pinned: "
+                "raise cache_bytes"
             )
         for chunk_id in chunk_ids:
             self._published[chunk_id].pinned = True

@@ -346,11 +346,11 @@ class Catalog:
     def _insert_chunks(self, writes: Sequence[DocumentWrite]) -> list[str]:
         records: dict[str, ChunkRecord] = {}
         for record in (chunk for write in writes for chunk in write.chunks):
-            if records.setdefault(record.chunk_id, record) != record:
+            if not _same_tokens(records.setdefault(record.chunk_id, record), record):
                 raise _conflict(record)
         known = self.known(records)
         for chunk_id, stored in known.items():
-            if stored != records[chunk_id]:
+            if not _same_tokens(stored, records[chunk_id]):
                 raise _conflict(stored)
         added = [chunk_id for chunk_id in records if chunk_id not in known]
         self._db.executemany(
@@ -474,9 +474,14 @@ class Catalog:
         return dict(self._db.execute(sql, (namespace, json.dumps(list(ids)))).fetchall())
 
 
+def _same_tokens(stored: ChunkRecord, new: ChunkRecord) -> bool:
+    """Texts may differ: a tokenizer that normalises (Unicode forms, case) gives them one chunk, with the first text."""
+    return (stored.namespace, stored.token_ids) == (new.namespace, new.token_ids)
+
+
 def _conflict(record: ChunkRecord) -> RetrieverError:
     return RetrieverError(
-        f"chunk {record.chunk_id!r} is already known with another text, namespace or token ids; "
+        f"chunk {record.chunk_id!r} is already known with another namespace or other token ids; "
         "a chunk id must be a hash of its content"
     )
 

@@ -49,16 +49,14 @@ class Chunker:
     def chunk(self, record: ChunkRecord) -> Chunk:
         return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base)
 
-    def split(
-        self, documents: Sequence[Document], namespace: str, chunk_tokens: int, tokenizer: Any
-    ) -> list[list[ChunkRecord]]:
+    def split(self, documents: Sequence[Document], namespace: str, chunk_tokens: int) -> list[list[ChunkRecord]]:
         """The chunks of each document, each at most `chunk_tokens` long with its separator."""
         room = chunk_tokens - len(self._separator)
         if room < 1 or chunk_tokens > self._max_tokens:
             raise ConfigError(
                 f"chunk_tokens={chunk_tokens} must be between {len(self._separator) + 1} and {self._max_tokens}"
             )
-        splitter = Splitter(tokenizer, room)
+        splitter = Splitter(_Counter(self._tokens), room)
         return [
             [
                 self.record(piece, namespace)
@@ -68,3 +66,14 @@ class Chunker:
             ]
             for document in documents
         ]
+
+
+class _Counter:
+    """The tokenizer the splitter measures with: chunk tokens as they will be stored, never the user's own object."""
+
+    def __init__(self, tokens: TextTokenizer) -> None:
+        self._tokens = tokens
+        self.backend_tokenizer = tokens.content_backend
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[tuple[int, ...]]]:
+        return {"input_ids": [self._tokens.content(text) for text in texts]}

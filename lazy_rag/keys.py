@@ -80,7 +80,7 @@ def checksum(data: bytes | memoryview) -> str:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The raw bytes of a tensor of any dtype, on the host, without copying where it already lies there."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:

@@ -46,12 +46,12 @@ def load_model(
         source = converted_gguf(source)
     options = {"revision": revision} if revision else {}
     try:
-        loaded_tokenizer = tokenizer
+        loaded_tokenizer: Any = tokenizer
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             loaded_tokenizer = AutoTokenizer.from_pretrained(
                 str(tokenizer or source), trust_remote_code=False, **options
             )
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(source),
             dtype=dtype,
             quantization_config=quantization_config,
@@ -63,7 +63,7 @@ def load_model(
             loaded.load_adapter(str(adapter))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"cannot load {str(model)!r}: {error}") from error
-    return (loaded if quantization_config is not None else loaded.to(device)), loaded_tokenizer
+    return (loaded if quantization_config is not None else loaded.to(device=device)), loaded_tokenizer
 
 
 def _find(name: str) -> Path:
@@ -109,7 +109,7 @@ def converted_gguf(path: Path, cache: Path | None = None) -> Path:
 def _convert(path: Path, target: Path) -> None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=torch.float32, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:

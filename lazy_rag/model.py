@@ -133,7 +133,7 @@ class LanguageModel:
             raise
 
     def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, plan: Attender) -> Tensor:
-        """One pass over T rows. `token_ids`, `positions`: int64 [T]; returns float32 logits [len(logit_rows), vocab]."""
+        """One pass over T rows (`token_ids`, `positions`: int64 [T]); float32 logits [len(logit_rows), vocab]."""
         with torch.inference_mode():
             output = self.model(
                 input_ids=token_ids[None],
@@ -167,7 +167,8 @@ class LanguageModel:
                 turned = here.keys[i].float()
                 if rope is not None:
                     turned = rotate(turned, *tables[rope.frequencies], rope.rotation)
-                for name, expected, got in (("keys", turned, there.keys[i]), ("values", here.values[i], there.values[i])):
+                pairs = (("keys", turned, there.keys[i]), ("values", here.values[i], there.values[i]))
+                for name, expected, got in pairs:
                     error = float((expected - got).abs().max() / expected.abs().max().clamp(min=1e-30))
                     if not error <= limit:
                         raise UnsupportedModelError(

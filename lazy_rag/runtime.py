@@ -1,7 +1,7 @@
 """The runtime: documents in, answers out. The two drivers, `add_documents` and `query`, read as the pipeline.
 
-    documents ─ load ─ split ─► chunks ─ index (embed, FAISS, SQLite) ─ encode ─► page pool
-    question ─ retrieve ─► chunk ids ─ layout ─► prompt ─ engine (pin, plan, prefill, decode) ─► Answer + receipt
+documents ─ load ─ split ─► chunks ─ index (embed, FAISS, SQLite) ─ encode ─► page pool
+question ─ retrieve ─► chunk ids ─ layout ─► prompt ─ engine (pin, plan, prefill, decode) ─► Answer + receipt
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from lazy_rag.assembly import Placed, as_history, as_messages, as_range
 from lazy_rag.building import Settings, build, check_store_fits, open_store
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
-from lazy_rag.engine import Completion
 from lazy_rag.errors import (
     ConfigError,
     ContextOverflowError,
@@ -43,6 +42,7 @@ from lazy_rag.layout import Chunk, ChunkRange, Live, PromptLayout, known_repair,
 from lazy_rag.loading import load_model
 from lazy_rag.policy import EvictionPolicy
 from lazy_rag.prompt import Message
+from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.sampling import SamplingParams
 from lazy_rag.stats import Stats
@@ -223,7 +223,7 @@ class Runtime:
         """
         documents = load_documents(sources, ids=ids, metadata=metadata)
         space = self._space(namespace)
-        chunks = self._parts.chunker.split(documents, space, chunk_tokens, self.tokenizer)
+        chunks = self._parts.chunker.split(documents, space, chunk_tokens)
         if not any(chunks):
             raise EmptyCorpusError("no text was found in what was given to add")
         batch = [(d.id, records, d.metadata) for d, records in zip(documents, chunks, strict=True)]
@@ -257,7 +257,9 @@ class Runtime:
         self._index(list(unique.values()), encode)
         return [ChunkId(record.chunk_id) for record in records]
 
-    def _index(self, batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]], encode: str) -> list[ChunkId]:
+    def _index(
+        self, batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]], encode: str
+    ) -> list[ChunkId]:
         if encode not in ("now", "on_use"):
             raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
         self._require_open()
@@ -354,9 +356,7 @@ class Runtime:
         return self._astream(prepared) if stream else await self._arun(prepared)
 
     @checked_keywords(RequestOptions)
-    def layout(
-        self, question: str, chunk_ids: Sequence[Piece] = (), **options: Unpack[RequestOptions]
-    ) -> PromptLayout:
+    def layout(self, question: str, chunk_ids: Sequence[Piece] = (), **options: Unpack[RequestOptions]) -> PromptLayout:
         """The prompt that `generate` would run, without running it."""
         return self._prepare(question, chunk_ids, options).layout
 
@@ -409,7 +409,7 @@ class Runtime:
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
         gone = [ChunkId(i) for i in chunk_ids]
-        self._engine.call(lambda: self._engine.discard(gone)).result()
+        self._engine.call(lambda: self._engine.residency.discard(gone)).result()
 
     def chunk(self, chunk_id: str) -> Chunk:
         """An added chunk, for building layouts by hand. Raises UnknownChunkError."""
@@ -459,7 +459,7 @@ class Runtime:
         engine = self._engine
         entries = engine.call(lambda: [entry.chunk for entry in engine.cache]).result()
         for chunk in tqdm(entries, desc="save", unit="chunk", disable=not self._progress):
-            pages = engine.call(lambda chunk=chunk: engine.read(chunk)).result()  # type: ignore[misc]
+            pages = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
             if pages is not None:
                 records.save(chunk, pages)
         write_manifest(target, self._manifest)
@@ -539,7 +539,9 @@ class Runtime:
             hit.chunk_id for hit in hits if hit.chunk_id not in prepared.layout.dropped
         }
         sources = tuple(
-            Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata) for h in hits if h.chunk_id in placed
+            Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata)
+            for h in hits
+            if h.chunk_id in placed
         )
         return replace(prepared, sources=sources, retrieve=time.perf_counter() - started)
 
@@ -551,9 +553,7 @@ class Runtime:
         options["history"] = [*options.get("history", ()), *earlier]
         return self._prepare(question, chunk_ids, options)
 
-    def _prepare(
-        self, question: str | PromptLayout, chunk_ids: Sequence[Piece], options: RequestOptions
-    ) -> Prepared:
+    def _prepare(self, question: str | PromptLayout, chunk_ids: Sequence[Piece], options: RequestOptions) -> Prepared:
         """Check everything and lay out the prompt; nothing has been changed when this raises."""
         self._require_open()
         parts = self._parts

@@ -7,8 +7,9 @@ import queue
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from lazy_rag.engine import Completion, Engine, Ticket
+from lazy_rag.engine import Engine
 from lazy_rag.layout import PromptLayout
+from lazy_rag.requests import Completion, Ticket
 from lazy_rag.sampling import SamplingParams
 
 Done = Callable[[Completion], Any]

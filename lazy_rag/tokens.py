@@ -115,6 +115,11 @@ class TextTokenizer:
                 raise ConfigError("the tokenizer has several chat templates and none is named 'default'; set one")
         return str(template)
 
+    @property
+    def content_backend(self) -> Any:
+        """The private `tokenizers.Tokenizer` that reads special tokens as plain text; None for a Python tokenizer."""
+        return self._content_backend
+
     def content(self, text: str) -> tuple[int, ...]:
         """Token ids of user or document text, on its own: no special token is added, and none can come from `text`.
 

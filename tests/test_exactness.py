@@ -25,7 +25,12 @@ PREFIXES = {"none": "none", "shared": "shared", "text": "You answer from documen
 def make_runtime(family: str, prefix: str = "shared", **options: object) -> Runtime:
     options = {"page_size": PAGE, "cache_bytes": 16 << 20, "impl": "reference", **options}
     return Runtime(
-        tiny_model(family), tokenizer=tiny_tokenizer(), embedder=None, prefix=PREFIXES[prefix], progress=False, **options
+        tiny_model(family),
+        tokenizer=tiny_tokenizer(),
+        embedder=None,
+        prefix=PREFIXES[prefix],
+        progress=False,
+        **options,
     )
 
 

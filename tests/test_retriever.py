@@ -153,6 +153,16 @@ def test_upsert_many_embeds_in_one_run(retriever: Retriever, model: HashModel, c
         retriever.upsert_many([("d", records("a"), {}), ("d", records("b"), {})])
 
 
+def test_texts_of_the_same_tokens_are_one_chunk(model: HashModel) -> None:
+    """A tokenizer that lower-cases or normalises Unicode gives two texts the same tokens, hence the same KV."""
+    with Retriever(model.embedder()) as retriever:
+        original = record("a")
+        retriever.upsert("doc", [original], metadata={})
+        retriever.upsert("other", [ChunkRecord(original.chunk_id, "n", "A", original.token_ids)], metadata={})
+        assert retriever.chunk(original.chunk_id).text == "a"
+        assert len(retriever) == 2
+
+
 def test_known_id_with_other_content_is_refused(retriever: Retriever) -> None:
     retriever.upsert("doc", records("a"), metadata={})
     original = record("a")
@@ -751,7 +761,7 @@ def test_threads_agree_with_one_after_another(retriever: Retriever) -> None:
                 assert found[0].text == f"t{number}-{step}"
                 if step % 5 == 4:
                     retriever.delete([f"d{number}"], namespace="n")
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  asserted on by the main thread
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]

@@ -117,7 +117,7 @@ def _check(
         raise KernelError(f"q needs a contiguous last dim, its strides are {q.stride()}")
     if (rotation is None) != (angles is None):
         raise KernelError("rotation and angles go together")
-    if rotation is not None and not (0 <= rotation.start and rotation.start + rotation.dim <= dim):
+    if rotation is not None and (rotation.start < 0 or rotation.start + rotation.dim > dim):
         raise KernelError(f"rotary dims {rotation.start}:{rotation.start + rotation.dim} exceed head dim {dim}")
     if sinks is not None and sinks.shape != (heads,):
         raise KernelError(f"sinks {tuple(sinks.shape)} must be [{heads}]")

@@ -2,7 +2,7 @@
 
 A plan describes R sequences, each a set of query rows and the segments they may see. Ragged data is CSR:
 
-    rows of sequence r          row_indptr[r] : row_indptr[r+1]            in positions[T], q[T, H, D], write_rows[...][T]
+    rows of sequence r          row_indptr[r] : row_indptr[r+1]            in positions[T], q[T, H, D], write_rows[T]
     segments of sequence r      seg_indptr[r] : seg_indptr[r+1]            in seg_length[S], seg_delta[S]
     pages of segment s          page_indptr[s] : page_indptr[s+1]          in pages[...]
     keys of segment s           the first seg_length[s] token slots of its pages, in order

@@ -23,9 +23,9 @@ from torch import Tensor
 from lazy_rag_kernels.plan import AttentionPlan
 
 # keys below which splitting a segment costs more in merging than it saves in latency
-MIN_PART_TOKENS = 256
-# programs a multiprocessor should be given, where the keys suffice
-PROGRAMS_PER_MULTIPROCESSOR = 2
+MIN_PART_TOKENS = 128
+# warps a multiprocessor should be given, where the keys suffice (H200: 4 programs of decode, 2 of 64 live tokens)
+WARPS_PER_MULTIPROCESSOR = 8
 # bounds the partial results held at once
 WORKSPACE_BYTES = 256 << 20
 # records are padded to 16 bytes: the views of all slabs are then equally aligned, and Triton compiles one variant
@@ -142,13 +142,15 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits) -> TileSh
     token_bytes = (k_block + v_block) * shape.itemsize
     while block_n > 16 and room < 2 * block_n * token_bytes:
         block_n //= 2
+    # measured on an H200 for decode and 64 to 256 live tokens; wide heads spill on fewer
+    num_warps = 8 if wide_heads and block_m >= 64 else 2 if narrow and not wide_heads and block_m == 16 else 4
+    most_stages = 3 if block_m == 16 else 2
     return TileShape(
         rows=block_m // shape.group,
         block_m=block_m,
         block_n=block_n,
-        # accumulators of more than this per thread spill
-        num_warps=8 if block_m * max(k_block, v_block) >= 128 * 128 else 4,
-        num_stages=max(1, min(3, room // (block_n * token_bytes))),
+        num_warps=num_warps,
+        num_stages=max(1, min(most_stages, room // (block_n * token_bytes))),
     )
 
 
@@ -157,7 +159,7 @@ def make_schedule(plan: AttentionPlan, shape: HeadShape, limits: DeviceLimits) -
     most_rows = max((end - start for start, end in pairwise(plan.row_indptr)), default=0)
     tile = tile_shape(most_rows, shape, limits)
     row_tiles = list(_row_tiles(plan, tile.rows))
-    part_tokens = _part_tokens(plan, row_tiles, tile.block_n, shape.kv_heads, limits)
+    part_tokens = _part_tokens(plan, row_tiles, tile, shape.kv_heads, limits)
     place_bytes = shape.kv_heads * tile.block_m * shape.v_dim * max(4, shape.itemsize)
     groups = _slab_groups(plan, row_tiles, part_tokens, max_places=WORKSPACE_BYTES // place_bytes)
     tables = [_slab_tables(plan, group, part_tokens) for group in groups]
@@ -195,15 +197,17 @@ def _row_tiles(plan: AttentionPlan, rows: int) -> Iterator[RowTile]:
 
 
 def _part_tokens(
-    plan: AttentionPlan, row_tiles: list[RowTile], block_n: int, kv_heads: int, limits: DeviceLimits
+    plan: AttentionPlan, row_tiles: list[RowTile], tile: TileShape, kv_heads: int, limits: DeviceLimits
 ) -> int:
     """Keys per work item: few enough that the programs fill the device, a multiple of the key block."""
-    blocks = kv_heads * sum(-(-plan.seg_length[s] // block_n) for tile in row_tiles for s in tile.segments)
-    programs = limits.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
-    return block_n * max(-(-MIN_PART_TOKENS // block_n), -(-blocks // programs))
+    block_n = tile.block_n
+    blocks = kv_heads * sum(_parts(plan.seg_length[s], block_n) for rows in row_tiles for s in rows.segments)
+    programs = max(1, limits.multiprocessors * WARPS_PER_MULTIPROCESSOR // tile.num_warps)
+    return block_n * max(_parts(MIN_PART_TOKENS, block_n), _parts(blocks, programs))
 
 
 def _parts(length: int, part_tokens: int) -> int:
+    """Rounded up."""
     return -(-length // part_tokens)
 
 

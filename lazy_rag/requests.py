@@ -1,0 +1,134 @@
+"""The data that travels through the engine: requests and their tickets, chunks being encoded, and what comes out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lazy_rag.cache import CachedChunk
+from lazy_rag.keys import ChunkId
+from lazy_rag.layout import Chunk, PromptLayout
+from lazy_rag.plan import Sequence
+from lazy_rag.sampling import Sampler, SamplingParams, TextStream
+
+
+@dataclass(frozen=True)
+class ChunkUse:
+    """What one segment of a request cost. `tier`: where its KV was found, or "encoded" when it was computed now."""
+
+    chunk_id: ChunkId
+    offset: int
+    start: int
+    length: int
+    tier: str
+
+    @property
+    def hit(self) -> bool:
+        return self.tier != "encoded"
+
+
+@dataclass
+class Times:
+    """Seconds. `first_token` counts from submission to the engine; `decode` from the first token to the last."""
+
+    retrieve: float = 0.0
+    queue: float = 0.0
+    encode: float = 0.0
+    prefill: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine returns for a request. `logits` (float32 [vocab], on the host) only when asked for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    finish_reason: str
+    uses: tuple[ChunkUse, ...]
+    tokens_encoded: int
+    times: Times
+    logits: Tensor | None = None
+
+
+class Ticket:
+    """A request as its caller holds it: a future, and a way to stop. Thread-safe."""
+
+    def __init__(self, wake: Callable[[], None], on_text: Callable[[str], None] | None) -> None:
+        self.future: Future[Completion] = Future()
+        self.on_text = on_text
+        self.cancelled = False
+        self._wake = wake
+
+    def cancel(self) -> None:
+        """Stop generating and free the request's pages within one token; its future gets what there is so far."""
+        self.cancelled = True
+        self._wake()
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way to an answer."""
+
+    layout: PromptLayout
+    sampling: SamplingParams
+    ticket: Ticket
+    wants_logits: bool
+    submitted: float
+    # filled at admission
+    sequence: Sequence | None = None
+    leases: list[CachedChunk] = field(default_factory=list)
+    pending: set[ChunkId] = field(default_factory=set)  # leased chunks that are still being encoded
+    uses: tuple[ChunkUse, ...] = ()
+    tokens_encoded: int = 0
+    sampler: Sampler | None = None
+    stream: TextStream | None = None
+    # filled while generating
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
+    encoded_at: float = 0.0
+    first_token_at: float = 0.0
+
+
+@dataclass(eq=False)
+class Encoding:
+    """A missing chunk being computed once for everyone who waits for it. `forget`: deleted meanwhile."""
+
+    entry: CachedChunk
+    sequence: Sequence
+    waiters: list[Request] = field(default_factory=list)
+    jobs: list[EncodeJob] = field(default_factory=list)
+    forget: bool = False
+
+
+@dataclass(eq=False)
+class EncodeJob:
+    """Chunks to bring into the cache with no prompt behind them. Without `evict`, stops when no page is free."""
+
+    chunks: deque[Chunk]
+    evict: bool
+    future: Future[int]
+    on_progress: Callable[[int], None] | None
+    in_flight: int = 0
+    resident: int = 0
+
+
+@dataclass
+class Counters:
+    """Totals since the engine started."""
+
+    requests: int = 0
+    chunk_hits: int = 0
+    chunk_misses: int = 0
+    tokens_reused: int = 0
+    tokens_encoded: int = 0
+    tokens_live: int = 0
+    tokens_generated: int = 0
+    steps: int = 0

@@ -1,0 +1,216 @@
+"""Bringing chunks into memory: from their records on disk, or by encoding them once for everyone who waits.
+
+Runs on the engine thread. The engine asks `find` what is there, `fill`s what is not, runs the rows of `encodings` in
+its steps, and reports each finished one to `publish`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Protocol
+
+from torch import Tensor
+
+from lazy_rag.cache import CachedChunk, ChunkCache
+from lazy_rag.errors import CacheFullError, LazyRAGError
+from lazy_rag.futures import as_lazy_error, set_exception, set_result
+from lazy_rag.keys import ChunkId
+from lazy_rag.layout import Chunk
+from lazy_rag.plan import PlacedSegment, Sequence
+from lazy_rag.requests import Counters, EncodeJob, Encoding, Request
+
+_log = logging.getLogger(__name__)
+
+
+class Records(Protocol):
+    """Where the KV of chunks is kept outside the pool."""
+
+    def load(self, chunk: Chunk) -> Tensor | None:
+        """Whole pages [pages, elements] of a chunk, verified, or None."""
+        ...
+
+    def save(self, chunk: Chunk, pages: Tensor) -> None: ...
+
+    def delete(self, chunk_id: ChunkId) -> None: ...
+
+
+class Residency:
+    """Chunks on their way into the cache.
+
+    Args:
+        prefix: the encode prefix, or None; `keep_prefix` must have run before other chunks are filled.
+        encode_tokens: chunk tokens that jobs keep queued for encoding at most.
+    """
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        records: Records | None,
+        *,
+        prefix: Chunk | None,
+        encode_tokens: int,
+        counters: Counters,
+    ) -> None:
+        self.encodings: dict[ChunkId, Encoding] = {}
+        self.jobs: deque[EncodeJob] = deque()
+        self._cache = cache
+        self._pool = cache.pool
+        self._records = records
+        self._prefix = prefix
+        self._prefix_entry: CachedChunk | None = None
+        self._encode_tokens = encode_tokens
+        self._counters = counters
+        self.pool_tier = "gpu" if self._pool.data.device.type == "cuda" else "host"
+
+    def find(self, chunk: Chunk) -> CachedChunk | None:
+        """The published KV of a chunk, or the entry it is being encoded into."""
+        encoding = self.encodings.get(chunk.id)
+        return self._cache.lookup(chunk) if encoding is None else encoding.entry
+
+    def tier(self, entry: CachedChunk) -> str:
+        return self.pool_tier if entry.published else "encoded"
+
+    def fill(self, entry: CachedChunk) -> str:
+        """Fill a begun entry from its record, or start encoding it. Returns the tier. On an error it is abandoned."""
+        chunk = entry.chunk
+        try:
+            # what an earlier owner left behind the chunk's end must not leave with its record
+            self._pool.clear(entry.pages[-1])
+            data = None if self._records is None else self._records.load(chunk)
+            if data is not None:
+                self._pool.write(entry.pages, data, range(chunk.base, chunk.base + len(chunk)))
+                self._cache.publish(entry)
+                return "disk"
+        except BaseException:
+            self._cache.abandon(entry)
+            raise
+        segments: tuple[PlacedSegment, ...] = ()
+        if chunk.base:
+            assert self._prefix_entry is not None
+            segments = (PlacedSegment(self._prefix_entry.pages, chunk.base, 0, 0),)
+        positions = list(range(chunk.base, chunk.base + len(chunk)))
+        sequence = Sequence(list(chunk.token_ids), positions, segments, entry.pages)
+        self.encodings[chunk.id] = Encoding(entry, sequence)
+        return "encoded"
+
+    def publish(self, encoding: Encoding) -> None:
+        """A completely written chunk becomes visible, and those who wait for it go on."""
+        chunk = encoding.entry.chunk
+        del self.encodings[chunk.id]
+        if encoding.forget:
+            self._cache.abandon(encoding.entry)
+        else:
+            self._cache.publish(encoding.entry)
+        self._counters.tokens_encoded += len(chunk)
+        now = time.perf_counter()
+        for request in encoding.waiters:
+            request.pending.discard(chunk.id)
+            request.times.encode = now - request.submitted - request.times.queue
+            request.encoded_at = now
+        for job in encoding.jobs:
+            self._cache.release(encoding.entry)
+            _advance(job, in_flight=True)
+
+    def fail(self, encoding: Encoding, failure: LazyRAGError) -> list[Request]:
+        """Nothing half-written becomes visible. Returns the requests that waited for the chunk."""
+        self.encodings.pop(encoding.entry.chunk.id, None)
+        for request in encoding.waiters:
+            request.pending.discard(encoding.entry.chunk.id)
+        for job in encoding.jobs:
+            self._cache.release(encoding.entry)
+            job.chunks.clear()
+            job.in_flight -= 1
+            set_exception(job.future, failure)
+        self._cache.abandon(encoding.entry)
+        return encoding.waiters
+
+    def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
+        """Drop chunks from memory and disk, those being encoded included."""
+        for chunk_id in chunk_ids:
+            if self._records is not None:
+                self._records.delete(chunk_id)
+            self._cache.discard(chunk_id)
+            if chunk_id in self.encodings:
+                self.encodings[chunk_id].forget = True
+
+    def read(self, chunk: Chunk) -> Tensor | None:
+        """A host copy of a chunk's pages, if it is resident."""
+        entry = self._cache.lookup(chunk)
+        return None if entry is None else self._pool.read(entry.pages)
+
+    # the encode prefix
+
+    def begin_prefix(self) -> Future[int]:
+        assert self._prefix is not None
+        job = EncodeJob(deque([self._prefix]), False, Future(), None)
+        self.jobs.append(job)
+        return job.future
+
+    def keep_prefix(self) -> None:
+        """Pin the encoded prefix: every chunk is encoded against it."""
+        assert self._prefix is not None
+        entry = self._cache.lookup(self._prefix)
+        if entry is None:
+            raise CacheFullError("the page budget does not hold the encode prefix: raise cache_bytes")
+        entry.pinned = True
+        self._prefix_entry = entry
+
+    # jobs
+
+    def feed_jobs(self, pages_may_come: bool) -> None:
+        """Start as many chunks of the first job as one step takes; finish jobs that can get no further.
+
+        Args:
+            pages_may_come: running requests will give pages back.
+        """
+        while self.jobs:
+            job = self.jobs[0]
+            try:
+                full = self._feed(job)
+            except Exception as error:  # noqa: BLE001  a full disk, say: this job only
+                _log.exception("encoding failed")
+                set_exception(job.future, as_lazy_error(error))
+                job.chunks.clear()
+                full = False
+            if full and not job.in_flight and not (job.evict and (pages_may_come or self.encodings)):
+                job.chunks.clear()  # no page will come free for it
+            if job.chunks or job.in_flight:
+                return
+            self.jobs.popleft()
+            set_result(job.future, job.resident)
+
+    def _feed(self, job: EncodeJob) -> bool:
+        """Returns True when the next chunk finds no room."""
+        queued = sum(e.sequence.remaining for e in self.encodings.values())
+        while job.chunks and queued < self._encode_tokens:
+            chunk = job.chunks[0]
+            entry = self.find(chunk)
+            if entry is None:
+                count = self._pool.pages_for(len(chunk))
+                pages = self._cache.allocate(count) if job.evict else self._pool.allocate(count)
+                if pages is None:
+                    return True
+                entry = self._cache.begin(chunk, pages)
+                self.fill(entry)
+            job.chunks.popleft()
+            encoding = self.encodings.get(chunk.id)
+            if encoding is None:
+                _advance(job, in_flight=False)
+            else:
+                self._cache.lease(entry)
+                encoding.jobs.append(job)
+                job.in_flight += 1
+                queued += encoding.sequence.remaining
+        return False
+
+
+def _advance(job: EncodeJob, *, in_flight: bool) -> None:
+    """One more chunk of a job is in memory."""
+    job.in_flight -= in_flight
+    job.resident += 1
+    if job.on_progress is not None:
+        job.on_progress(1)
