@@ -36,8 +36,8 @@ app = typer.Typer(
 
 PATHS_HELP = "Files and folders (.txt .md .py .html .pdf); with --store they may be left out."
 Paths = Annotated[list[Path] | None, typer.Argument(metavar="PATH...", help=PATHS_HELP, show_default=False)]
-Asked = Annotated[
-    list[str], typer.Argument(metavar='PATH... "QUESTION"', help=f"{PATHS_HELP} The question comes last.")
+Arguments = Annotated[
+    list[str], typer.Argument(metavar='PATH... "QUESTION"', help=f"{PATHS_HELP} The question is last.")
 ]
 K = Annotated[int, typer.Option("--k", min=1, help="How many chunks to answer from.")]
 Model = Annotated[str, typer.Option(help="Packaged alias, local folder, GGUF file or hub id.")]
@@ -72,7 +72,7 @@ def _root(
 
 @app.command()
 def ask(
-    arguments: Asked,
+    arguments: Arguments,
     k: K = 5,
     model: Model = "smollm2-135m",
     store: Store = None,
@@ -180,9 +180,8 @@ def _session(
 ) -> Iterator[Session]:
     if not paths and store is None:
         raise typer.BadParameter("give at least one file or folder, or --store with documents added before")
-    documents = load_documents(
-        [Path(path) for path in paths or ()]
-    )  # before the model is loaded: a wrong path is told at once
+    # before the model is loaded: a wrong path is told at once
+    documents = load_documents([Path(path) for path in paths or ()])
     progress = sys.stderr.isatty() or not as_json
     with _open_runtime(model, store, progress) as runtime:
         if paths:

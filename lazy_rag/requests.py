@@ -110,12 +110,17 @@ class Encoding:
 
 @dataclass(eq=False)
 class EncodeJob:
-    """Chunks to bring into the cache with no prompt behind them. Without `evict`, stops when no page is free."""
+    """Chunks to bring into the cache with no prompt behind them.
+
+    Without `evict` it stops when no page is free. With it, others make room, but never the job's own chunks: `leases`
+    keeps them until its end.
+    """
 
     chunks: deque[Chunk]
     evict: bool
     future: Future[int]
     on_progress: Callable[[int], None] | None
+    leases: list[CachedChunk] = field(default_factory=list)
     in_flight: int = 0
     resident: int = 0
 

@@ -112,8 +112,8 @@ class Residency:
             request.times.encode = now - request.submitted - request.times.queue
             request.encoded_at = now
         for job in encoding.jobs:
-            self._cache.release(encoding.entry)
-            _advance(job, in_flight=True)
+            job.in_flight -= 1
+            self._arrived(job, encoding.entry)
 
     def fail(self, encoding: Encoding, failure: LazyRAGError) -> list[Request]:
         """Nothing half-written becomes visible. Returns the requests that waited for the chunk."""
@@ -122,8 +122,8 @@ class Residency:
             request.pending.discard(encoding.entry.chunk.id)
         for job in encoding.jobs:
             self._cache.release(encoding.entry)
-            job.chunks.clear()
             job.in_flight -= 1
+            self._stop(job)
             set_exception(job.future, failure)
         self._cache.abandon(encoding.entry)
         return encoding.waiters
@@ -174,13 +174,14 @@ class Residency:
             except Exception as error:  # noqa: BLE001  a full disk, say: this job only
                 _log.exception("encoding failed")
                 set_exception(job.future, as_lazy_error(error))
-                job.chunks.clear()
+                self._stop(job)
                 full = False
             if full and not job.in_flight and not (job.evict and (pages_may_come or self.encodings)):
                 job.chunks.clear()  # no page will come free for it
             if job.chunks or job.in_flight:
                 return
             self.jobs.popleft()
+            self._stop(job)
             set_result(job.future, job.resident)
 
     def _feed(self, job: EncodeJob) -> bool:
@@ -198,19 +199,27 @@ class Residency:
                 self.fill(entry)
             job.chunks.popleft()
             encoding = self.encodings.get(chunk.id)
+            self._cache.lease(entry)
             if encoding is None:
-                _advance(job, in_flight=False)
+                self._arrived(job, entry)
             else:
-                self._cache.lease(entry)
                 encoding.jobs.append(job)
                 job.in_flight += 1
                 queued += encoding.sequence.remaining
         return False
 
+    def _arrived(self, job: EncodeJob, entry: CachedChunk) -> None:
+        """One more chunk of a job is in memory, leased by it."""
+        if job.evict:
+            job.leases.append(entry)
+        else:
+            self._cache.release(entry)
+        job.resident += 1
+        if job.on_progress is not None:
+            job.on_progress(1)
 
-def _advance(job: EncodeJob, *, in_flight: bool) -> None:
-    """One more chunk of a job is in memory."""
-    job.in_flight -= in_flight
-    job.resident += 1
-    if job.on_progress is not None:
-        job.on_progress(1)
+    def _stop(self, job: EncodeJob) -> None:
+        job.chunks.clear()
+        for entry in job.leases:
+            self._cache.release(entry)
+        job.leases.clear()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+# read when huggingface_hub is imported: no test may wait for a network
+os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     # read when a kernel is decorated, so it must stand before any import of the kernels
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,10 +1,6 @@
-"""Segment attention in Triton: partial results per work item (`triton_schedule`), then a merge by log-sum-exp.
+"""Segment attention in Triton: partial results per work item (`triton_schedule`), then a merge by log-sum-exp."""
 
-Kernel names: i_ program and loop indices, o_ offsets, m_ masks, p_ pointers, b_ blocks; sizes in upper case. M counts
-the packed rows of a tile: a row's G query heads of one KV head lie next to one another, (row, g) at row * G + g.
-"""
-
-# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
 
 from typing import Any
 
@@ -15,6 +11,7 @@ from torch import Tensor
 
 from lazy_rag_kernels.ops import KernelError
 from lazy_rag_kernels.plan import AttentionPlan, LayerPages, Rotation, SegmentAngles
+from lazy_rag_kernels.triton_kernels import merge_kernel, partial_kernel
 from lazy_rag_kernels.triton_schedule import (
     TILE_FIELDS,
     WORK_FIELDS,
@@ -27,269 +24,15 @@ from lazy_rag_kernels.triton_schedule import (
     padded,
 )
 
-# read at the same moment as the decorators below read it: the kernels stay what they became then
+# read when the kernels' decorators read it: they stay what they became then
 INTERPRETED: bool = triton.knobs.runtime.interpret
 # of q and the pages, and what their products take; float64 is for tests
 OPERANDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 if INTERPRETED:
     # the interpreter multiplies bfloat16 as raw integers
     OPERANDS |= {torch.bfloat16: tl.float32, torch.float64: tl.float64}
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# positions looked at in one go when a work item searches for its visible keys
-SCAN: tl.constexpr = tl.constexpr(512)
 # partial results merged in one go
 MOST_MERGED = 16
-
-
-@triton.jit
-def _load_turned_back(
-    p_row,
-    m_row,
-    o_d,
-    p_cos,
-    p_sin,
-    D: tl.constexpr,
-    ROTARY_START: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """Rows [M, D] at pointers `p_row`, their rotary dims turned by the negated angles of one segment, as ACC."""
-    o_r = o_d - ROTARY_START
-    m_r = (o_r >= 0) & (o_r < ROTARY_DIM)
-    if INTERLEAVED:
-        m_first = o_r % 2 == 0
-        o_pair = o_r // 2
-        o_partner = tl.where(m_first, o_d + 1, o_d - 1)
-    else:
-        m_first = o_r < ROTARY_DIM // 2
-        o_pair = tl.where(m_first, o_r, o_r - ROTARY_DIM // 2)
-        o_partner = tl.where(m_first, o_d + ROTARY_DIM // 2, o_d - ROTARY_DIM // 2)
-    # [M, D]
-    b_x = tl.load(p_row[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < D)[None, :], other=0.0).to(ACC)
-    # [M, D]
-    b_partner = tl.load(p_row[:, None] + o_partner[None, :], mask=m_row[:, None] & m_r[None, :], other=0.0).to(ACC)
-    # [D]
-    b_cos = tl.load(p_cos + o_pair, mask=m_r, other=1.0).to(ACC)
-    # [D]
-    b_sin = tl.load(p_sin + o_pair, mask=m_r, other=0.0).to(ACC)
-    b_sin = tl.where(m_first, b_sin, -b_sin)
-    return b_x * b_cos[None, :] + b_partner * b_sin[None, :]
-
-
-@triton.jit
-def _softcapped(b_s, CAP: tl.constexpr):
-    """CAP * tanh(b_s / CAP)."""
-    b_x = b_s / CAP
-    b_e = tl.exp(-2.0 * tl.abs(b_x))
-    b_tanh = (1.0 - b_e) / (1.0 + b_e)
-    return CAP * tl.where(b_x < 0, -b_tanh, b_tanh)
-
-
-@triton.jit
-def _key_positions(p_pages, stored_positions, delta, o_n, m_n, P: tl.constexpr):
-    """(page ids int64 [N], positions int32 [N]) of the keys `o_n` of a segment whose page table starts at `p_pages`."""
-    b_page = tl.load(p_pages + o_n // P, mask=m_n, other=0)
-    b_stored = tl.load(stored_positions + b_page * P + o_n % P, mask=m_n, other=0)
-    return b_page, b_stored + delta
-
-
-@triton.jit
-def _partial_kernel(
-    q,
-    k,
-    v,
-    positions,
-    stored_positions,
-    pages,
-    work,
-    cos,
-    sin,
-    part_out,
-    part_lse,
-    scaling,
-    window,
-    q_stride_row,
-    q_stride_head,
-    k_stride_page,
-    k_stride_slot,
-    k_stride_head,
-    v_stride_page,
-    v_stride_slot,
-    v_stride_head,
-    HKV: tl.constexpr,
-    G: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    P: tl.constexpr,
-    ROTARY_START: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    OPERAND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_DK: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    """One row tile of one KV head over one part of one segment: normalised output and base-2 log-sum-exp."""
-    ACC: tl.constexpr = part_out.dtype.element_ty
-    i_w, i_hkv = tl.program_id(0), tl.program_id(1)
-    p_work = work + i_w * FIELDS
-    row_start = tl.load(p_work)
-    row_end = tl.load(p_work + 1)
-    segment = tl.load(p_work + 2)
-    p_pages = pages + tl.load(p_work + 3)
-    key_start = tl.load(p_work + 4)
-    key_end = tl.load(p_work + 5)
-    delta = tl.load(p_work + 6)
-    trim = tl.load(p_work + 7)
-    place = tl.load(p_work + 8)
-
-    o_m = tl.arange(0, BLOCK_M)
-    o_dk = tl.arange(0, BLOCK_DK)
-    o_dv = tl.arange(0, BLOCK_DV)
-    o_row = row_start + o_m // G
-    m_row = o_row < row_end
-    # [M]
-    b_pos = tl.load(positions + o_row, mask=m_row, other=0).to(tl.int32)
-    p_row = q + o_row.to(tl.int64) * q_stride_row + (i_hkv * G + o_m % G).to(tl.int64) * q_stride_head
-    # [M, DK]
-    if cos is None:
-        b_q = tl.load(p_row[:, None] + o_dk[None, :], mask=m_row[:, None] & (o_dk < DK)[None, :], other=0.0)
-    else:
-        o_angle = segment.to(tl.int64) * (ROTARY_DIM // 2)
-        b_q = _load_turned_back(
-            p_row, m_row, o_dk, cos + o_angle, sin + o_angle, DK, ROTARY_START, ROTARY_DIM, INTERLEAVED, ACC
-        ).to(q.dtype.element_ty)
-    b_q = b_q.to(OPERAND)
-
-    if window is not None:
-        trim = 1
-    if trim != 0:
-        pos_last = tl.max(tl.where(m_row, b_pos, -(2**31)), axis=0)
-        pos_first = tl.min(tl.where(m_row, b_pos, 2**31 - 1), axis=0)
-        seen_first, seen_end = key_end, key_start
-        for start in range(key_start, key_end, SCAN):
-            o_n = start + tl.arange(0, SCAN)
-            m_n = o_n < key_end
-            # [SCAN]
-            b_page, b_key_pos = _key_positions(p_pages, stored_positions, delta, o_n, m_n, P)
-            m_n = m_n & (b_key_pos <= pos_last)
-            if window is not None:
-                m_n = m_n & (pos_first - b_key_pos < window)
-            seen_first = tl.minimum(seen_first, tl.min(tl.where(m_n, o_n, key_end), axis=0))
-            seen_end = tl.maximum(seen_end, tl.max(tl.where(m_n, o_n + 1, key_start), axis=0))
-        key_start += (seen_first - key_start) // BLOCK_N * BLOCK_N
-        key_end = seen_end
-
-    p_k_head = k + i_hkv.to(tl.int64) * k_stride_head
-    p_v_head = v + i_hkv.to(tl.int64) * v_stride_head
-    # [M]
-    b_m = tl.full([BLOCK_M], float("-inf"), ACC)
-    # [M]
-    b_l = tl.zeros([BLOCK_M], ACC)
-    # [M, DV]
-    b_acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
-    for start in range(key_start, key_end, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        m_n = o_n < key_end
-        # [N]
-        b_page, b_key_pos = _key_positions(p_pages, stored_positions, delta, o_n, m_n, P)
-        o_slot = (o_n % P).to(tl.int64)
-        p_k = p_k_head + (b_page * k_stride_page + o_slot * k_stride_slot)[None, :] + o_dk[:, None]
-        p_v = p_v_head + (b_page * v_stride_page + o_slot * v_stride_slot)[:, None] + o_dv[None, :]
-        # [DK, N]
-        b_k = tl.load(p_k, mask=(o_dk < DK)[:, None] & m_n[None, :], other=0.0)
-        # [M, N]
-        b_s = tl.dot(b_q, b_k.to(OPERAND), input_precision="ieee") * scaling
-        if SOFTCAP is not None:
-            b_s = _softcapped(b_s, SOFTCAP)
-        m_s = m_n[None, :] & (b_key_pos[None, :] <= b_pos[:, None])
-        if window is not None:
-            m_s = m_s & (b_pos[:, None] - b_key_pos[None, :] < window)
-        b_s = tl.where(m_s, b_s * LOG2E, float("-inf"))
-        # [M]
-        b_m_new = tl.maximum(b_m, tl.max(b_s, axis=1))
-        # -inf - -inf is nan: a row that has seen no key yet subtracts 0
-        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        # [M, N]
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_scale = tl.exp2(b_m - b_shift)
-        b_l = b_l * b_scale + tl.sum(b_p, axis=1)
-        # [N, DV]
-        b_v = tl.load(p_v, mask=m_n[:, None] & (o_dv < DV)[None, :], other=0.0)
-        b_p = b_p.to(b_v.dtype).to(OPERAND)
-        b_acc = tl.dot(b_p, b_v.to(OPERAND), b_acc * b_scale[:, None], input_precision="ieee")
-        b_m = b_m_new
-
-    # a row that saw no key: 0, and log-sum-exp -inf from b_m
-    b_l = tl.where(b_l > 0, b_l, 1.0)
-    b_out = b_acc / b_l[:, None]
-    o_part = (place * HKV + i_hkv).to(tl.int64) * BLOCK_M + o_m
-    tl.store(part_out + o_part[:, None] * DV + o_dv[None, :], b_out, mask=m_row[:, None] & (o_dv < DV)[None, :])
-    tl.store(part_lse + o_part, b_m + tl.log2(b_l), mask=m_row)
-
-
-@triton.jit
-def _merge_kernel(
-    part_out,
-    part_lse,
-    tiles,
-    sinks,
-    out,
-    lse,
-    HKV: tl.constexpr,
-    G: tl.constexpr,
-    DV: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    """One row and head: the union of its tile's partial results, plus the sink logit, which has no value."""
-    ACC: tl.constexpr = part_out.dtype.element_ty
-    i_row, i_h = tl.program_id(0), tl.program_id(1)
-    p_tile = tiles + i_row // ROWS * FIELDS
-    i_t = tl.load(p_tile) + i_row % ROWS
-    row_end = tl.load(p_tile + 1)
-    place_begin = tl.load(p_tile + 2)
-    place_end = tl.load(p_tile + 3)
-    if i_t < row_end:
-        o_dv = tl.arange(0, BLOCK_DV)
-        o_m = i_row % ROWS * G + i_h % G
-        if sinks is None:
-            b_m = tl.full([], float("-inf"), ACC)
-            b_l = tl.full([], 0.0, ACC)
-        else:
-            b_m = tl.load(sinks + i_h).to(ACC) * LOG2E
-            b_l = tl.full([], 1.0, ACC)
-        # [DV]
-        b_acc = tl.zeros([BLOCK_DV], ACC)
-        for start in range(place_begin, place_end, BLOCK_PARTS):
-            o_place = start + tl.arange(0, BLOCK_PARTS)
-            o_part = (o_place * HKV + i_h // G).to(tl.int64) * BLOCK_M + o_m
-            # [PARTS]
-            b_lse = tl.load(part_lse + o_part, mask=o_place < place_end, other=float("-inf"))
-            m_part = (b_lse > float("-inf"))[:, None] & (o_dv < DV)[None, :]
-            # [PARTS, DV]
-            b_part = tl.load(part_out + o_part[:, None] * DV + o_dv[None, :], mask=m_part, other=0.0)
-            b_m_new = tl.maximum(b_m, tl.max(b_lse, axis=0))
-            b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-            b_weight = tl.exp2(b_lse - b_shift)
-            b_scale = tl.exp2(b_m - b_shift)
-            b_l = b_l * b_scale + tl.sum(b_weight, axis=0)
-            b_acc = b_acc * b_scale + tl.sum(b_part * b_weight[:, None], axis=0)
-            b_m = b_m_new
-        o_out = i_t.to(tl.int64) * (HKV * G) + i_h
-        b_l = tl.where(b_l > 0, b_l, 1.0)
-        b_out = b_acc / b_l
-        tl.store(out + o_out * DV + o_dv, b_out.to(out.dtype.element_ty), mask=o_dv < DV)
-        if lse is not None:
-            tl.store(lse + o_out, (b_m + tl.log2(b_l)) * LN2)
 
 
 def prepare(plan: AttentionPlan, stored_positions: Tensor) -> TritonState:
@@ -365,7 +108,7 @@ def _launch_partial(
     _, kv_heads, block_m, v_dim = part_out.shape
     if slab.num_work == 0:
         return
-    _partial_kernel[(slab.num_work, kv_heads)](
+    partial_kernel[(slab.num_work, kv_heads)](
         q=q,
         k=pages.k,
         v=pages.v,
@@ -411,7 +154,7 @@ def _launch_merge(
 ) -> None:
     _, kv_heads, block_m, v_dim = part_out.shape
     heads = out.shape[1]
-    _merge_kernel[(slab.num_tiles * schedule.tile.rows, heads)](
+    merge_kernel[(slab.num_tiles * schedule.tile.rows, heads)](
         part_out=part_out,
         part_lse=part_lse,
         tiles=slab.tiles,

@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from lazy_rag_kernels import Rotation, prepare, segment_attention, triton_attention
+from lazy_rag_kernels import Rotation, prepare, segment_attention, triton_kernels
 
 from tests.kernels.oracle import check
 from tests.kernels.plans import Case, Heads, Piece, SequenceSpec, StepSpec, build
 
-TREE = ast.parse(Path(triton_attention.__file__).read_text())
+TREE = ast.parse(Path(triton_kernels.__file__).read_text())
 KERNELS = {
     node.name: node
     for node in ast.walk(TREE)
@@ -25,7 +25,7 @@ KERNELS = {
 
 
 def test_there_are_kernels() -> None:
-    assert {"_partial_kernel", "_merge_kernel"} <= KERNELS.keys()
+    assert {"partial_kernel", "merge_kernel"} <= KERNELS.keys()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
