@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lazy_rag_kernels import IMPLS, KernelError, require
 
 from lazy_rag.assembly import Assembler
 from lazy_rag.cache import CachedChunk, ChunkCache
@@ -69,8 +70,8 @@ class Settings:
             if not isinstance(rest[name], str):
                 raise ConfigError(f"{name}={rest[name]!r} must be a string")
         chosen = impl or ("triton" if on_gpu else "reference")
-        if chosen not in ("triton", "reference"):
-            raise ConfigError(f'impl={impl!r} is not one of "triton", "reference"')
+        if chosen not in IMPLS:
+            raise ConfigError(f"impl={impl!r} is not one of {', '.join(map(repr, IMPLS))}")
         return cls(device=where, dtype=kind, impl=chosen, **rest)
 
 
@@ -111,6 +112,10 @@ def _build(
         raise ConfigError(f"max_context={max_context} is more than the model's {model.max_positions} positions")
     if len(prefix_ids) >= max_context:
         raise ConfigError(f"the encode prefix has {len(prefix_ids)} tokens, the context only {max_context}")
+    try:
+        require(settings.impl, model.device)
+    except KernelError as error:
+        raise ConfigError(str(error)) from error
     layout = PageLayout(model.kv_shapes, settings.page_size)
     fields = key_fields(model, tokens, f"{layout.describe()} {model.dtype}")
     prefix = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,15 +13,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
+from lazy_rag import LayoutBuilder, Live, PromptLayout, Runtime, SamplingParams
 from lazy_rag.families import FAMILIES as SUPPORTED
 from lazy_rag.layout import LiveRun, Segment, repair_layout
+from lazy_rag.loading import load_model
 from tests.layouts import chunk_sizes, make_chunk, random_layout, random_tokens
 from tests.oracle import full_attention_logits, oracle_logits, tolerance
 from tests.tiny_models import FAMILIES, tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 
 PAGE = 8
+WORDS = ("rivers", "mountains", "lakes", "forests")
+TEXT = (
+    "shape the land around them. Over long times water carries sand and stones from the hills to the sea, and where it "
+    "slows it lets them fall. That is how a delta grows."
+)
 PREFIXES = {"none": "none", "shared": "shared", "text": "You answer from documents, and from nothing else."}
 
 
@@ -247,3 +256,71 @@ def test_live_runs_stay_causal_across_runs() -> None:
         stock = tiny_model("llama")
         assert_exact(runtime, stock, short)
         assert_exact(runtime, stock, long)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("llama", "shared"), ("llama", "none"), ("mistral", "text"), ("qwen3", "shared"), ("cohere", "none")],
+)
+def test_triton_end_to_end(name: str, prefix: str) -> None:
+    """The whole runtime on the Triton kernels (interpreted where there is no GPU): logits, repairs and greedy text."""
+    rng, stock = random.Random(11), tiny_model(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with make_runtime(name, prefix, impl="triton", device=device) as runtime:
+        long, short = (make_chunk(runtime, random_tokens(rng, size)) for size in (2 * PAGE + 1, 3))
+        builder = LayoutBuilder(runtime.prefix, PAGE).live([20, 21]).segment(long).live([22]).segment(short)
+        layout = builder.segment(long, PAGE, 5).live([23, 24, 25]).build()
+        for repair in ("none", "head", "exact"):
+            assert_exact(runtime, stock, repair_layout(layout, repair))
+        answer = runtime.generate(layout, sampling=SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+        assert_greedy_matches(stock, layout, answer.token_ids)
+        assert runtime.check() == []
+
+
+def test_triton_is_refused_without_a_gpu_or_the_interpreter() -> None:
+    """In a process without TRITON_INTERPRET; on a GPU machine the CPU tensors are what is refused."""
+    code = (
+        "from tests.test_exactness import make_runtime\n"
+        "from lazy_rag import SamplingParams\n"
+        "from lazy_rag.errors import LazyRAGError\n"
+        "try:\n    make_runtime('llama', impl='triton', device='cpu')\n"
+        "except LazyRAGError as error:\n    print('refused:', error)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert "refused:" in result.stdout, result.stderr
+    assert "reference" in result.stdout
+
+
+class TestSmolLM2:
+    """A real model with real text, float32."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def stock(cls) -> torch.nn.Module:
+        model, _ = load_model("smollm2-135m", device=torch.device("cpu"), dtype=torch.float32)
+        model.set_attn_implementation("eager")
+        return model.eval()
+
+    @pytest.mark.parametrize("prefix", ["shared", "none", "text"])
+    def test_exact(self, stock: torch.nn.Module, prefix: str) -> None:
+        with Runtime(
+            "smollm2-135m", embedder=None, prefix=PREFIXES[prefix], progress=False, max_context=2048
+        ) as runtime:
+            ids = runtime.add_chunks([f"{word.capitalize()} {TEXT}"[: 20 + 40 * i] for i, word in enumerate(WORDS)])
+            chosen = [ids[2], Live("Title: rivers\n"), ids[0], ids[3], ids[2], ids[1]]
+            layout = runtime.layout(
+                "What is the river about?", chosen, system=None if prefix == "shared" else "Be brief."
+            )
+            for repair in ("none", "head", "exact"):
+                assert_exact(runtime, stock, repair_layout(layout, repair))
+            expected = full_attention_logits(stock, layout.token_ids())
+            exact = runtime.next_token_logits(repair_layout(layout, "exact"))
+            assert float((exact - expected).abs().max()) <= tolerance(expected)
+            answer = runtime.generate(layout, sampling=SamplingParams(max_tokens=64, temperature=0, ignore_eos=True))
+            assert assert_greedy_matches(stock, layout, answer.token_ids) > 55
+            right = oracle_logits(stock, layout)[-1]
+            for wrong in (wrong_delta(layout), no_rotation(layout)):
+                assert float((runtime.next_token_logits(wrong) - right).abs().max()) > 100 * tolerance(right)
+            assert runtime.generate(layout, sampling=SamplingParams(max_tokens=1)).receipt.tokens_encoded == 0
+            assert runtime.check() == []

@@ -6,7 +6,7 @@ Knows tensors, pages and deltas; nothing of chunks, models or documents. Dimensi
     D head dim (Dk keys, Dv values)   P page size (token slots)   N pages of the pool
 """
 
-from lazy_rag_kernels.ops import IMPLS, KernelError, prepare, segment_attention, write_kv, write_positions
+from lazy_rag_kernels.ops import IMPLS, KernelError, prepare, require, segment_attention, write_kv, write_positions
 from lazy_rag_kernels.plan import AttentionPlan, LayerPages, Rotation, SegmentAngles
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Rotation",
     "SegmentAngles",
     "prepare",
+    "require",
     "segment_attention",
     "write_kv",
     "write_positions",

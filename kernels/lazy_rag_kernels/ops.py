@@ -26,14 +26,21 @@ def _triton_module():  # type: ignore[no-untyped-def]
     return triton_attention
 
 
+def require(impl: str, device: torch.device) -> None:
+    """Raise KernelError, with what to do, when an implementation cannot run on a device."""
+    if impl not in IMPLS:
+        raise KernelError(f"impl={impl!r} is not one of {IMPLS}")
+    if impl == "triton":
+        _triton_module().check_device(device)
+
+
 def prepare(plan: AttentionPlan, stored_positions: Tensor) -> AttentionPlan:
     """Derive once per step what the plan's implementation needs in every layer.
 
     Args:
         stored_positions: int32 [N, P], the stored position of each token slot, this step's rows included.
     """
-    if plan.impl not in IMPLS:
-        raise KernelError(f"impl={plan.impl!r} is not one of {IMPLS}")
+    require(plan.impl, plan.device)
     module = reference if plan.impl == "reference" else _triton_module()
     return replace(plan, state=module.prepare(plan, stored_positions))
 

@@ -37,7 +37,6 @@ MOST_MERGED = 16
 
 def prepare(plan: AttentionPlan, stored_positions: Tensor) -> TritonState:
     """What the layers of one step share. `stored_positions`: int32 [N, P], contiguous."""
-    _check_device(plan.device)
     for name, tensor, dtype in (
         ("positions", plan.positions, torch.int64),
         ("pages", plan.pages, torch.int64),
@@ -173,7 +172,7 @@ def _launch_merge(
     )
 
 
-def _check_device(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     if device.type != "cuda" and not INTERPRETED:
         raise KernelError(f'impl="triton" runs on a GPU, the plan is on {device}: move it, or use impl="reference"')
 
@@ -187,7 +186,7 @@ def _check(
     sinks: Tensor | None,
 ) -> None:
     """What `ops.segment_attention` does not check because only these kernels assume it."""
-    _check_device(q.device)
+    check_device(q.device)
     if q.dtype not in OPERANDS:
         raise KernelError(f"q is {q.dtype}, the Triton kernels take {', '.join(map(str, OPERANDS))}")
     for name, tensor in (("K", pages.k), ("V", pages.v)):
