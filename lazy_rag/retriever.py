@@ -13,7 +13,6 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +35,7 @@ from lazy_rag.catalog import (
 )
 from lazy_rag.embedder import Embedder, Vectors, normalise_rows
 from lazy_rag.errors import EmptyCorpusError, RetrieverError, RuntimeClosedError, StoreError
+from lazy_rag.owner import OwnerThread
 
 __all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
 
@@ -146,7 +146,7 @@ class Retriever:
         self._members: dict[str, tuple[_Ids, _Ids]] = {}
         self._close_lock = threading.Lock()
         self._closed = False
-        self._owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lazy-rag-retriever")
+        self._owner = OwnerThread("lazy-rag-retriever")
         try:
             self._catalog: Catalog = self._call(self._open)
             self._call(self._sync)
@@ -155,7 +155,7 @@ class Retriever:
             self._closed = True
             if hasattr(self, "_catalog"):
                 self._owner.submit(self._catalog.close).result()
-            self._owner.shutdown()
+            self._owner.end()
             raise
 
     # Writing
@@ -273,7 +273,7 @@ class Retriever:
             try:
                 self._run(self._finish)
             finally:
-                self._owner.shutdown()
+                self._owner.end()
 
     def __enter__(self) -> Retriever:
         return self
@@ -290,10 +290,7 @@ class Retriever:
         return self._run(work)
 
     def _run(self, work: Callable[[], _T]) -> _T:
-        try:
-            future = self._owner.submit(work)
-        except RuntimeError as error:
-            raise RuntimeClosedError("this retriever is closed") from error
+        future = self._owner.submit(work)
         try:
             return future.result()
         except (sqlite3.Error, OSError) as error:

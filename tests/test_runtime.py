@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -144,7 +146,7 @@ def test_query_stream_and_async_agree(runtime: Runtime) -> None:
     runtime.add_chunks(TEXTS)
     sampling = SamplingParams(max_tokens=12, temperature=0)
     answer = runtime.query("which colour is the door", k=2, sampling=sampling)
-    assert [source.text for source in answer.sources][0] == TEXTS[2]
+    assert answer.sources[0].text == TEXTS[2]
     assert "".join(runtime.stream("which colour is the door", k=2, sampling=sampling)) == answer.text
     assert runtime.last_answer is not None
     assert runtime.last_answer.receipt.reuse == 1.0
@@ -558,6 +560,34 @@ def test_close_fails_what_is_unfinished_and_gives_the_model_back() -> None:
             call()
     assert model.config._attn_implementation == "eager"
     assert model(input_ids=torch.tensor([[5, 6]])).logits.shape[:2] == (1, 2)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_leaving_the_interpreter_keeps_the_store(tmp_path: Path, busy: bool) -> None:
+    """Without close(): the KV and the index are written, running work ends, and the process leaves in order."""
+    code = (
+        "import threading, time\n"
+        "from pathlib import Path\n"
+        "from lazy_rag import SamplingParams\n"
+        "from tests.fixtures import make_runtime\n"
+        f"runtime = make_runtime(store=Path({str(tmp_path)!r}))\n"
+        "print(runtime.add_chunks(['left behind'], encode='now')[0])\n"
+        "def ask():\n"
+        "    try:\n"
+        "        runtime.chat('Q', sampling=SamplingParams(max_tokens=3000, ignore_eos=True))\n"
+        "    except RuntimeError as error:\n"
+        "        print(type(error).__name__)\n"
+        f"if {busy}:\n"
+        "    threading.Thread(target=ask, daemon=True).start()\n"
+        "    time.sleep(0.3)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    chunk_id = result.stdout.split()[0]
+    with make_runtime(store=tmp_path) as runtime:
+        assert runtime.generate("Q", [chunk_id], sampling=SHORT).receipt.chunks[1].tier == "disk"
+        assert runtime.check_store() == []
 
 
 def test_a_driven_model_refuses_to_run_on_its_own(runtime: Runtime) -> None:

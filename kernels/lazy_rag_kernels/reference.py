@@ -24,11 +24,12 @@ SCORE_ELEMENTS = 1 << 22
 class Mask(NamedTuple):
     """Which keys the rows of a sequence must not see."""
 
-    hidden: Tensor | None  # bool [Tr, L], True = not seen; None when every row sees every key
+    hidden: Tensor | None  # bool [Tr, columns], True = not seen; None when every row sees every key
+    columns: slice  # the keys `hidden` speaks of; every row sees all others
     blank_rows: bool  # some row sees no key at all: it attends to nothing, and its softmax would be nan
 
     def block(self, rows: slice) -> Mask:
-        return Mask(None if self.hidden is None else self.hidden[rows], self.blank_rows)
+        return self if self.hidden is None else self._replace(hidden=self.hidden[rows])
 
 
 @dataclass
@@ -57,8 +58,13 @@ class SequenceState:
             hidden = distance < 0
             if window is not None:
                 hidden |= distance >= window
-            needed = bool(hidden.any())
-            self.masks[window] = Mask(hidden if needed else None, needed and bool(hidden.all(dim=1).any()))
+            # only the columns between the first and the last hidden key: usually just the live tokens
+            some = hidden.any(dim=0).nonzero()
+            if len(some):
+                columns = slice(int(some[0]), int(some[-1]) + 1)
+                self.masks[window] = Mask(hidden[:, columns], columns, bool(hidden.all(dim=1).any()))
+            else:
+                self.masks[window] = Mask(None, slice(0, 0), False)
         return self.masks[window]
 
 
@@ -161,7 +167,8 @@ def _softmax_values(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask.hidden is not None:
-        scores.view(kv_heads, -1, group, length).masked_fill_(mask.hidden[None, :, None, :], -math.inf)
+        seen = scores[..., mask.columns].unflatten(1, (-1, group))
+        seen.masked_fill_(mask.hidden[None, :, None, :], -math.inf)
     if sinks is not None:
         column = sinks.to(scores.dtype).view(kv_heads, 1, group).expand(-1, scores.shape[1] // group, -1)
         scores = torch.cat((scores, column.reshape(kv_heads, -1, 1)), dim=-1)
