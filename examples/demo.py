@@ -16,7 +16,7 @@ from lazy_rag import Answer, Runtime, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md") if (page := ROOT / name).exists()]
-QUESTIONS = ("Which command runs the whole test suite?", "How do I add an eviction policy?")
+QUESTIONS = ("What does the receipt say?", "Which command runs the whole test suite?")
 SAMPLING = SamplingParams(max_tokens=48, temperature=0)
 
 

@@ -16,9 +16,6 @@ from lazy_rag.layout import Chunk, ChunkRange, LayoutBuilder, Live, PromptLayout
 from lazy_rag.prompt import ChatFormat, Message
 from lazy_rag.tokens import TextTokenizer
 
-# the question follows the chunks; without a lead small models continue the last chunk instead of answering
-QUESTION_TEMPLATE = "Use the text above to answer this question: {question}"
-
 
 @dataclass(frozen=True)
 class Placed:
@@ -61,8 +58,7 @@ class Assembler:
         """
         if not isinstance(question, str) or not question.strip():
             raise EmptyQuestionError("the question has no text")
-        asked = QUESTION_TEMPLATE.format(question=question.strip()) if pieces else question
-        parts = self._chat.render([*history, Message("user", asked)], system=system)
+        parts = self._chat.render([*history, Message("user", question)], system=system)
         groups, tail = self._grouped(pieces)
         fixed = len(parts.tokens) + len(tail)
         if fixed + 1 > self._max_context:

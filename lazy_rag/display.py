@@ -16,7 +16,7 @@ from lazy_rag.layout import LiveRun, PromptLayout, Segment
 
 if TYPE_CHECKING:
     from lazy_rag.answer import Answer, Receipt, Source
-    from lazy_rag.engine import ChunkUse
+    from lazy_rag.requests import ChunkUse
 
 MAX_PARTS = 60  # of a bar; also rows of the table
 MAX_TEXT = 2000  # characters of one text

@@ -11,11 +11,12 @@ import pytest
 
 from lazy_rag.answer import Answer, Receipt, Source
 from lazy_rag.display import MAX_PARTS, MAX_TEXT, answer_html, layout_html
-from lazy_rag.engine import ChunkUse, Times
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, LayoutBuilder, PromptLayout
+from lazy_rag.requests import ChunkUse, Times
 
 HOSTILE = "</div></style><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;"
+ALLOWED = {"div", "style", "span", "table", "thead", "tbody", "tr", "th", "td", "code", "details", "summary", "b"}
 PREFIX = Chunk(ChunkId("f" * 40), tuple(range(24)), 0)
 A = Chunk(ChunkId("a1" * 20), tuple(range(100)), 24)
 B = Chunk(ChunkId("b2" * 20), tuple(range(50)), 24)
@@ -94,7 +95,6 @@ def test_bar_shows_every_item_with_its_true_share_and_offset() -> None:
     assert titles[1].startswith("chunk 1 (a1a1a1a1a1a1) at positions 24 to 123, 100 tokens")
     assert titles[2].startswith("live run at positions 124 to 133, 10 tokens")
     assert "delta +110" in titles[3]
-    assert "184 in" not in texts(checker)
     assert "214 tokens" in texts(checker)
     assert "174 in 3 segments" in texts(checker)
 
@@ -152,9 +152,7 @@ def test_hostile_text_stays_text() -> None:
         checker = parse(html)
         assert "<script" not in html
         assert html.count("<style>") == html.count("</style>") == 1
-        assert {tag for tag, _ in checker.tags} <= set(
-            "div style span table thead tbody tr th td code details summary b".split()
-        )
+        assert {tag for tag, _ in checker.tags} <= ALLOWED
     assert HOSTILE in texts(parse(answer_html(made)))
 
 
@@ -185,7 +183,7 @@ def test_many_parts_are_cut_and_say_so() -> None:
     assert "40 more" in texts(table)
 
 
-def test_objects_render_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_render_themselves() -> None:
     made: Any = answer(layout())
     assert made._repr_html_() == answer_html(made)
     assert made.layout._repr_html_() == layout_html(made.layout)

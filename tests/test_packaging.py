@@ -128,6 +128,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in (*SOURCE_FOLDERS, "tests"):
+        if not (ROOT / folder).exists():
+            continue
         shutil.copytree(ROOT / folder, work / "tree" / folder, ignore=ignored)
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         if (ROOT / name).exists():

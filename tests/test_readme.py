@@ -1,0 +1,31 @@
+"""The README's first Python example runs as printed, in the repository root."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_first_example_runs() -> None:
+    example = python_blocks()[0]
+    assert len(example.strip().splitlines()) - example.count("\n\n") == 6
+    check = "\nassert answer.text.strip()\nassert answer.sources\nassert answer.receipt.tokens_reused > 0\nrt.close()\n"
+    result = subprocess.run(
+        [sys.executable, "-c", example + check], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert "from cache" in result.stdout
+
+
+def test_every_source_file_is_in_the_data_path() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "lazy_rag").glob("*.py")):
+        assert path.name == "__init__.py" or f"`{path.name}`" in text, f"README.md does not mention {path.name}"
