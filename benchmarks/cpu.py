@@ -106,11 +106,12 @@ def floors(stock: PreTrainedModel, layout: PromptLayout) -> dict[str, float]:
     total, live = len(layout), layout.live_tokens
     pair = 4 * config.num_attention_heads * config.head_dim * config.num_hidden_layers  # QK and PV of one pair
     kv_bytes = total * 2 * config.num_key_value_heads * config.head_dim * 4 * config.num_hidden_layers
-    chunk = CHUNK_TOKENS * (CHUNK_TOKENS / 2 + len(layout.segments and layout.token_ids()[:0]) + 31)
+    prefix = layout.segments[0].length
+    alone = CHUNKS * CHUNK_TOKENS * (prefix + CHUNK_TOKENS / 2)  # pairs when every chunk is encoded on its own
     weights = 4 * (body + head) / (bandwidth / 2)
     return {
         "a": (2 * body * total + pair * total**2 / 2) / flops,
-        "b": (2 * body * total + pair * (CHUNKS * chunk + live * total)) / flops,
+        "b": (2 * body * total + pair * (alone + live * total)) / flops,
         "c": max((2 * body * live + pair * live * total + 2 * head) / flops, weights),
         "step": weights + kv_bytes / (bandwidth / 2),
     }

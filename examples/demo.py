@@ -24,7 +24,7 @@ def main() -> int:
     logging.disable_progress_bar()
     print("Loading SmolLM2-135M (the first time it is converted, which takes about 15 seconds) ...", flush=True)
     with Runtime("smollm2-135m") as runtime:
-        chunks = runtime.add_documents(PAGES, encode="on_use")
+        chunks = runtime.add_documents(PAGES, encode="on_use", chunk_tokens=96)
         print(f"{len(chunks)} chunks from {', '.join(page.name for page in PAGES)}")
         answers = [ask(runtime, question) for question in QUESTIONS]
         return reorder(runtime, QUESTIONS[0], answers[0])
