@@ -16,8 +16,8 @@ from lazy_rag import Answer, Runtime, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md") if (page := ROOT / name).exists()]
-QUESTIONS = ("What does the receipt say?", "Which command runs the whole test suite?")
-SAMPLING = SamplingParams(max_tokens=48, temperature=0)
+QUESTIONS = ("Which version of Python do I need?", "What does the receipt say?")
+SAMPLING = SamplingParams(max_tokens=48, temperature=0, stop="\n\n")
 
 
 def main() -> int:

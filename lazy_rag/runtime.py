@@ -453,12 +453,15 @@ class Runtime:
         target = self._store if directory is None else Path(directory)
         if target is None:
             raise ConfigError("save needs a folder: this runtime has no store")
+        self._write_store(target, progress=self._progress)
+
+    def _write_store(self, target: Path, *, progress: bool) -> None:
         open_folder(target)
         self._retriever.save(target)
         records = KVRecords(target, self._parts.layout)
         engine = self._engine
         entries = engine.call(lambda: [entry.chunk for entry in engine.cache]).result()
-        for chunk in tqdm(entries, desc="save", unit="chunk", disable=not self._progress):
+        for chunk in tqdm(entries, desc="save", unit="chunk", disable=not progress):
             pages = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
             if pages is not None:
                 records.save(chunk, pages)
@@ -512,7 +515,7 @@ class Runtime:
         if self._closed:
             return
         if self._store is not None:
-            self.save()
+            self._write_store(self._store, progress=False)
         self._closed = True
         self._engine.close()
         self._retriever.close()
