@@ -57,7 +57,9 @@ def first_token(runtime: Runtime, layout: PromptLayout) -> None:
 
 
 def forget(runtime: Runtime, chunks: list[Chunk]) -> None:
-    runtime._forget([chunk.id for chunk in chunks])
+    ids, residency = [chunk.id for chunk in chunks], runtime._engine.residency
+    runtime._engine.call(lambda: residency.discard(ids)).result()
+    runtime._engine.call(lambda: residency.welcome(ids)).result()
 
 
 def check_answers(runtime: Runtime, stock: PreTrainedModel, layouts: list[PromptLayout]) -> float:

@@ -36,7 +36,8 @@ class Receipt:
     """The record of one request. Every prompt token is reused, encoded or live:
 
     tokens_reused    prompt tokens whose KV was already there (in memory or on disk)
-    tokens_encoded   prompt tokens of chunks that were computed for the cache while this request waited
+    tokens_encoded   prompt tokens of chunks that were computed for the cache while this request waited (a chunk is
+                     computed whole, also when the prompt uses a range of it)
     tokens_live      prompt tokens computed for this request only
     tokens_repaired  those of the live tokens that repeat a chunk's text (`repair`)
     """
@@ -55,9 +56,9 @@ class Receipt:
 
     @property
     def reuse(self) -> float:
-        """Share of the chunk tokens that came from the cache, 0 to 1; 1 when there were none."""
-        cached = self.tokens_reused + self.tokens_encoded
-        return self.tokens_reused / cached if cached else 1.0
+        """Share of the chunk tokens that came from the cache, 0 to 1; repaired tokens did not. 0 without chunks."""
+        from_chunks = self.tokens_reused + self.tokens_encoded + self.tokens_repaired
+        return self.tokens_reused / from_chunks if from_chunks else 0.0
 
     def __str__(self) -> str:
         lines = [f"{'chunk':<14}{'offset':>8}{'tokens':>8}  found in"]
@@ -65,7 +66,7 @@ class Receipt:
         lines.append(
             f"tokens: {self.tokens_reused} reused, {self.tokens_encoded} encoded, {self.tokens_live} live"
             + (f" ({self.tokens_repaired} of them repaired)" if self.tokens_repaired else "")
-            + f"; {self.reuse:.0%} of chunk tokens from cache"
+            + (f"; {self.reuse:.0%} of chunk tokens from cache" if self.chunks else "")
         )
         times = self.times
         lines.append(

@@ -51,7 +51,9 @@ class Assembler:
         history: Sequence[Message] = (),
         max_tokens: int = 1,
     ) -> PromptLayout:
-        """Lay out a prompt; whole chunks are dropped from the end of `pieces` until `max_tokens` more tokens fit.
+        """Lay out a prompt; whole chunks are dropped from the end of `pieces` until the answer has room.
+
+        Room for the answer is `max_tokens`, at most a quarter of the context: a generous limit must not cost chunks.
 
         Live pieces stand or fall with the chunk that follows them; those after the last chunk are part of the question.
         Raises ContextOverflowError when question, system text and history alone do not fit.
@@ -66,7 +68,7 @@ class Assembler:
                 f"question, system text and history take {fixed} tokens, the context is {self._max_context}: "
                 "shorten them, or raise max_context if the model allows"
             )
-        room = self._max_context - fixed - min(max_tokens, self._max_context - fixed)
+        room = self._max_context - fixed - min(max_tokens, max(1, self._max_context // 4))
         kept = 0
         for group in groups:
             room -= group.tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from lazy_rag.assembly import Assembler
 from lazy_rag.cache import CachedChunk, ChunkCache
 from lazy_rag.chunking import Chunker
 from lazy_rag.engine import Engine
-from lazy_rag.errors import ConfigError, StoreError
-from lazy_rag.keys import ChunkId, KeySpace, config_fingerprint, weights_fingerprint
+from lazy_rag.errors import ConfigError, LazyRAGError
+from lazy_rag.keys import KeySpace, config_fingerprint, weights_fingerprint
 from lazy_rag.layout import Chunk
 from lazy_rag.model import LanguageModel
 from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.pool import PageLayout, PagePool
 from lazy_rag.prompt import ChatFormat
-from lazy_rag.store import KVRecords, Manifest, open_folder, read_manifest
+from lazy_rag.store import KVRecords
 from lazy_rag.tokens import TextTokenizer
 
 _HOST_CACHE_BYTES = 4 << 30  # most memory taken for pages on a machine without a GPU unless asked for
@@ -36,6 +37,7 @@ class Settings:
     dtype: torch.dtype
     prefix: str
     separator: str
+    namespace: str
     max_context: int | None
     cache_bytes: int | None
     encode_tokens: int
@@ -52,11 +54,13 @@ class Settings:
         impl: str | None,
         **rest: Any,
     ) -> Settings:
-        where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f'device={device!r} is not a device such as "cpu" or "cuda:0"') from error
         on_gpu = where.type == "cuda"
-        kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if kind is None:
-            kind = torch.bfloat16 if on_gpu else torch.float32
+        default = torch.bfloat16 if on_gpu else torch.float32
+        kind = default if dtype is None else getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
         if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ConfigError(f"dtype={dtype!r} is not a floating-point type: use float16, bfloat16 or float32")
         for name in ("encode_tokens", "page_size", "max_context", "cache_bytes", "max_queue"):
@@ -66,7 +70,7 @@ class Settings:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a positive whole number")
-        for name in ("prefix", "separator"):
+        for name in ("prefix", "separator", "namespace"):
             if not isinstance(rest[name], str):
                 raise ConfigError(f"{name}={rest[name]!r} must be a string")
         chosen = impl or ("triton" if on_gpu else "reference")
@@ -122,13 +126,14 @@ def _build(
     if prefix_ids:
         prefix = Chunk(KeySpace({**fields, "prefix": ""}).chunk_id("", prefix_ids), prefix_ids, 0)
     keys = KeySpace({**fields, "prefix": prefix.id if prefix else ""})
-    records = None if store is None else KVRecords(store, fields["layout"])
-    pool = PagePool(
-        layout,
-        _cache_bytes(settings) // (layout.elements * model.dtype.itemsize),
-        dtype=model.dtype,
-        device=model.device,
-    )
+    records = None if store is None else KVRecords(store, fields["layout"], keys.id)
+    count = _cache_bytes(settings) // (layout.elements * model.dtype.itemsize)
+    try:
+        pool = PagePool(layout, count, dtype=model.dtype, device=model.device)
+    except (RuntimeError, OverflowError) as error:
+        if isinstance(error, LazyRAGError):
+            raise
+        raise ConfigError(f"cache_bytes: a budget of {count} pages cannot be had from this machine: {error}") from error
     cache = ChunkCache(pool, make_policy(policy), None if records is None else _spill(pool, records))
     engine = Engine(
         model,
@@ -172,16 +177,35 @@ def key_fields(model: LanguageModel, tokens: TextTokenizer, layout: str) -> dict
     """Everything the KV of a chunk depends on, besides the prefix, the namespace and the tokens (design: keys)."""
     config = model.config.to_dict()
     quantisation = config.pop("quantization_config", None)
-    adapters = getattr(model.model, "peft_config", None) or {}
     return {
         "weights": weights_fingerprint(model.model),
         "config": config_fingerprint(config),
         "quantisation": str(quantisation),
-        "adapter": str(sorted((name, str(adapter)) for name, adapter in adapters.items())),
+        "adapter": _adapter_text(model.model),
         "tokenizer": tokens.fingerprint().hex(),
         "rope": model.rope.describe(),
         "layout": layout,
     }
+
+
+def _adapter_text(model: Any) -> str:
+    """The adapters' settings and which of them are active, in a form that no process, path or set order changes.
+
+    Their weights are among the model's.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return ""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, set | frozenset):
+            return sorted(map(str, value))
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items() if "path" not in str(key)}
+        return value if isinstance(value, int | float | str | bool | list | tuple | None) else str(value)
+
+    settings = {name: plain(config.to_dict()) for name, config in configs.items()}
+    return json.dumps([settings, sorted(model.active_adapters())], sort_keys=True, default=str)
 
 
 def _cache_bytes(settings: Settings) -> int:
@@ -199,22 +223,3 @@ def _spill(pool: PagePool, records: KVRecords) -> Callable[[CachedChunk], None]:
         records.save(entry.chunk, pool.read(entry.pages))
 
     return spill
-
-
-def open_store(folder: Path) -> Manifest | None:
-    """Create or open a store folder; its manifest when it has one."""
-    return read_manifest(open_folder(folder))
-
-
-def check_store_fits(manifest: Manifest | None, keys: KeySpace, folder: Path) -> None:
-    """Raises StoreError when a store was made under other conditions, so that none of its ids could ever match."""
-    if manifest is not None and manifest.key_space != keys.id:
-        raise StoreError(
-            f"the store {str(folder)!r} was made with another model, tokenizer, dtype, page size or prefix "
-            f"(model {manifest.model!r}, options {manifest.options}): open it with those, or add the documents to a "
-            "new store"
-        )
-
-
-def chunk_ids(ids: Any) -> list[ChunkId]:
-    return [ChunkId(i) for i in ids]

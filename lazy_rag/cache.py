@@ -7,14 +7,17 @@ All methods run on the engine thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from lazy_rag.errors import CacheFullError
+from lazy_rag.errors import CacheFullError, ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.policy import EvictionPolicy
 from lazy_rag.pool import PagePool
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -62,18 +65,24 @@ class ChunkCache:
         return len(self._published)
 
     def lookup(self, chunk: Chunk) -> CachedChunk | None:
-        """The published KV of a chunk; its stored token ids are compared, so a wrong id can never serve."""
+        """The published KV of a chunk; its stored token ids are compared, so a wrong id can never serve.
+
+        Raises ConfigError when the id is known with other tokens.
+        """
         entry = self._published.get(chunk.id)
-        if entry is None or entry.chunk != chunk:
-            return None
+        if entry is not None:
+            require_same(entry.chunk, chunk)
         return entry
 
     def lease(self, entry: CachedChunk) -> CachedChunk:
         """Keep an entry's pages until `release`."""
         entry.leases += 1
-        if entry.published:
-            self._policy.used(entry.chunk.id)
         return entry
+
+    def used(self, entry: CachedChunk) -> None:
+        """Tell the policy that a request runs with this entry (once a request, however long it waited)."""
+        if entry.published and not entry.discarded:
+            self._policy.used(entry.chunk.id)
 
     def release(self, entry: CachedChunk) -> None:
         assert entry.leases > 0, "released more often than leased"
@@ -92,10 +101,10 @@ class ChunkCache:
         """Make a completely written entry visible; from here on its pages are never written."""
         assert not entry.published
         assert entry.chunk.id not in self._published
+        self._policy.added(entry.chunk.id)  # may raise when it is a user's own: then nothing has changed
         self._unlisted.remove(entry)
         entry.published = True
         self._published[entry.chunk.id] = entry
-        self._policy.added(entry.chunk.id)
 
     def abandon(self, entry: CachedChunk) -> None:
         """Give up an unpublished entry: its pages are freed with its last lease."""
@@ -149,12 +158,20 @@ class ChunkCache:
             if missing > 0:
                 return None
         for entry in victims:
-            if self._on_evict is not None:
-                self._on_evict(entry)
+            self._rescue(entry)
             self._unlist(entry)
             self.pool.free(entry.pages)
             self.evictions += 1
         return self.pool.allocate(count)
+
+    def _rescue(self, entry: CachedChunk) -> None:
+        """Offer an entry to `on_evict`; a full disk costs its KV, never the request that needs the room."""
+        if self._on_evict is None:
+            return
+        try:
+            self._on_evict(entry)
+        except Exception:  # noqa: BLE001
+            _log.exception("the KV of chunk %s could not be kept; it will be computed again", entry.chunk.id)
 
     def _unlist(self, entry: CachedChunk) -> None:
         del self._published[entry.chunk.id]
@@ -183,3 +200,9 @@ class ChunkCache:
         if any(entry.leases < 0 for entry in entries):
             problems.append("a chunk has a negative number of leases")
         return problems
+
+
+def require_same(known: Chunk, chunk: Chunk) -> None:
+    """Raise ConfigError when two different chunks come under one id."""
+    if known != chunk:
+        raise ConfigError(f"chunk {chunk.id} is known with other tokens or another base than this layout gives it")

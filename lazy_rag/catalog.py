@@ -72,6 +72,7 @@ class Hit:
     metadata: dict[str, Any]
     document_id: str
     ordinal: int
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,18 @@ class Catalog:
                     f"(dimension {dimension}); open it with {stored[0]!r}, or add the documents again in a new folder"
                 )
 
+    def bind(self, key_space: str) -> None:
+        """Bind the catalog to what its chunk ids were made from. Raises StoreError when it holds chunks of another."""
+        with self._transaction():
+            stored = self._get("key_space")
+            if stored not in (None, key_space) and self.row_count():
+                raise StoreError(
+                    "this catalog's chunks were made with another model, tokenizer, dtype, page size or prefix: "
+                    "open it with those, or use another folder"
+                )
+            if stored != key_space:
+                self._set("key_space", key_space)
+
     def index_record(self) -> tuple[str | None, str | None]:
         """State token and file digest at the time the index file was last written."""
         return self._get("index_state"), self._get("index_digest")
@@ -302,7 +315,7 @@ class Catalog:
     def hits(self, scored: Sequence[tuple[int, float]]) -> list[Hit]:
         """Hits for (row id, score) pairs, in their order."""
         found = self._db.execute(
-            "SELECT r.row_id, c.chunk_id, c.text, r.metadata, d.document_id, r.ordinal FROM rows r "
+            "SELECT r.row_id, c.chunk_id, c.text, r.metadata, d.document_id, r.ordinal, c.token_ids FROM rows r "
             "JOIN chunks c USING (vector_id) JOIN documents d USING (document_key) "
             "WHERE r.row_id IN (SELECT value FROM json_each(?))",
             (json.dumps([row for row, _ in scored]),),
@@ -310,8 +323,8 @@ class Catalog:
         by_row = {row[0]: row[1:] for row in found}
         result = []
         for row, score in scored:
-            chunk_id, text, metadata, document_id, ordinal = by_row[row]
-            result.append(Hit(chunk_id, text, score, decode_metadata(metadata), document_id, ordinal))
+            chunk_id, text, metadata, document_id, ordinal, tokens = by_row[row]
+            result.append(Hit(chunk_id, text, score, decode_metadata(metadata), document_id, ordinal, _tokens(tokens)))
         return result
 
     def problems(self) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lazy_rag.cache import CachedChunk, ChunkCache
-from lazy_rag.errors import CacheFullError, QueueFullError, RuntimeClosedError
+from lazy_rag.errors import CacheFullError, LazyRAGError, QueueFullError, RuntimeClosedError
 from lazy_rag.futures import as_lazy_error, resolve, set_exception, set_result
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, Segment
@@ -101,16 +101,22 @@ class Engine:
         """Queue a request. `on_text` receives each piece of text on the engine thread and must not block."""
         ticket = Ticket(self.wake, on_text)
         request = Request(layout, sampling, ticket, wants_logits, time.perf_counter())
-        self._put(lambda: self._accept(request))
+        self._put(lambda: self._guarded(request, lambda: self._accept(request)))
         return ticket
 
     def encode(
-        self, chunks: Iterable[Chunk], *, evict: bool, on_progress: Callable[[int], None] | None = None
-    ) -> Future[int]:
-        """Bring chunks into the cache; the future gives how many of them are resident at the end."""
-        job = EncodeJob(deque(chunks), evict, Future(), on_progress)
+        self,
+        chunks: Iterable[Chunk],
+        *,
+        evict: bool,
+        pin: bool = False,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> EncodeJob:
+        """Bring chunks into the cache; the job's future gives how many of them are resident at its end."""
+        queued = deque(chunks)
+        job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued))
         self._put(lambda: self.residency.jobs.append(job))
-        return job.future
+        return job
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between steps, on the engine thread."""
@@ -197,10 +203,27 @@ class Engine:
             part.sequence.computed += part.rows
             encoding = encodings.get(id(part.sequence))
             if encoding is not None and part.sequence.remaining == 0:
-                self.residency.publish(encoding)
+                self._publish(encoding)
         for i, part in enumerate(asked):
-            self._advance(requests[id(part.sequence)], logits[i])
+            request = requests[id(part.sequence)]
+            self._guarded(request, lambda request=request, i=i: self._advance(request, logits[i]))  # type: ignore[misc]
         self.counters.steps += 1
+
+    def _publish(self, encoding: Encoding) -> None:
+        try:
+            self.residency.publish(encoding)
+        except Exception as error:  # noqa: BLE001  a user's own policy, say: those who wait for this chunk
+            _log.exception("publishing a chunk failed")
+            self._fail_sequence(None, encoding, error)
+
+    def _guarded(self, request: Request, work: Callable[[], None]) -> None:
+        """Do a request's own work; whatever it raises fails that request and nothing else."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  NaN logits, a malformed layout, say
+            if not isinstance(error, LazyRAGError):
+                _log.exception("a request failed")
+            self._fail_sequence(request, None, error)
 
     def _forward(self, parts: list[Part], asked: list[Part]) -> Tensor:
         """Logits float32 [len(asked), vocab] of the last row of each asked part."""
@@ -248,20 +271,16 @@ class Engine:
             request = self._waiting[0]
             try:
                 admitted = self._try_admit(request)
-            except Exception as error:  # noqa: BLE001  a broken record store, say: this request only
-                _log.exception("admission failed")
-                self._release(request)
-                set_exception(request.ticket.future, as_lazy_error(error))
+            except Exception as error:  # noqa: BLE001  a malformed layout, say: this request only
+                self._fail_sequence(request, None, error)
                 admitted = True
             if not admitted:
-                if self._running or self.residency.encodings:
+                if self._running or self.residency.encodings or self.residency.jobs:
                     return  # pages come back when these finish
-                set_exception(
-                    request.ticket.future,
-                    CacheFullError(
-                        "the request does not fit beside the pinned chunks: unpin some or raise cache_bytes"
-                    ),
+                failure = CacheFullError(
+                    "the request does not fit beside the pinned chunks: unpin some or raise cache_bytes"
                 )
+                set_exception(request.ticket.future, failure)
             self._waiting.popleft()
 
     def _try_admit(self, request: Request) -> bool:
@@ -281,6 +300,7 @@ class Engine:
         if pages is None:
             self._release(request)
             return False
+        request.pages = pages[:private]
         tiers = {entry.chunk.id: self.residency.tier(entry) for entry in request.leases}
         taken = private
         try:
@@ -291,26 +311,24 @@ class Engine:
                 tiers[chunk.id] = self.residency.fill(entry)
                 request.tokens_encoded += len(chunk) if tiers[chunk.id] == "encoded" else 0
         except BaseException:
-            self.pool.free((*pages[:private], *pages[taken:]))
+            self.pool.free(pages[taken:])
             raise
         spans = {entry.chunk.id: entry for entry in request.leases}
         for chunk_id in chunks:
             if chunk_id in self.residency.encodings:
                 request.pending.add(chunk_id)
                 self.residency.encodings[chunk_id].waiters.append(request)
-        self._enter(request, pages[:private], spans, tiers)
+        self._enter(request, spans, tiers)
         return True
 
-    def _enter(
-        self, request: Request, pages: tuple[int, ...], spans: dict[ChunkId, CachedChunk], tiers: dict[ChunkId, str]
-    ) -> None:
+    def _enter(self, request: Request, spans: dict[ChunkId, CachedChunk], tiers: dict[ChunkId, str]) -> None:
         """Turn an admitted request into a running sequence."""
         layout = request.layout
         request.sequence = Sequence(
             tokens=[token for run in layout.live_runs for token in run.token_ids],
             positions=[position for run in layout.live_runs for position in range(run.offset, run.offset + run.length)],
             segments=tuple(self._place(segment, spans[segment.chunk_id]) for segment in layout.segments),
-            pages=pages,
+            pages=request.pages,
         )
         # a repeated chunk is computed or loaded once: further uses find it in the pool
         seen: set[ChunkId] = set()
@@ -322,6 +340,8 @@ class Engine:
         request.uses = tuple(uses)
         request.sampler = Sampler(request.sampling, self.model.device, layout.token_ids())
         request.stream = TextStream(self._decode, request.sampling.stop_strings)
+        for entry in request.leases:
+            self.cache.used(entry)
         now = time.perf_counter()
         request.times.queue = now - request.submitted
         request.encoded_at = now
@@ -348,11 +368,7 @@ class Engine:
         if request.wants_logits:
             self._finish(request, "logits", logits.to("cpu", copy=True))
             return
-        try:
-            reason = self._choose(request, logits)
-        except Exception as error:  # noqa: BLE001  NaN logits, say: this request only
-            self._fail_sequence(request, None, error)
-            return
+        reason = self._choose(request, logits)
         if reason is not None:
             self._finish(request, reason)
 
@@ -412,21 +428,23 @@ class Engine:
         if request in self._running:
             self._running.remove(request)
         for chunk_id in request.pending:
-            self.residency.encodings[chunk_id].waiters.remove(request)
+            encoding = self.residency.encodings.get(chunk_id)
+            if encoding is not None:
+                encoding.waiters.remove(request)
         request.pending.clear()
         for entry in request.leases:
             self.cache.release(entry)
         request.leases.clear()
-        if request.sequence is not None:
-            self.pool.free(request.sequence.pages)
-            request.sequence = None
+        self.pool.free(request.pages)
+        request.pages = ()
+        request.sequence = None
 
     def _drop_cancelled(self) -> None:
         for request in [r for r in self._waiting if r.ticket.cancelled]:
             self._waiting.remove(request)
-            self._finish(request, "cancelled")
+            self._guarded(request, lambda request=request: self._finish(request, "cancelled"))  # type: ignore[misc]
         for request in [r for r in self._running if r.ticket.cancelled]:
-            self._finish(request, "cancelled")
+            self._guarded(request, lambda request=request: self._finish(request, "cancelled"))  # type: ignore[misc]
 
     def _fail_sequence(self, request: Request | None, encoding: Encoding | None, error: BaseException) -> None:
         failure = as_lazy_error(error)
@@ -439,24 +457,23 @@ class Engine:
                 set_exception(waiter.ticket.future, failure)
 
     def _fail_all(self, reason: str) -> None:
-        for request in (*self._waiting, *self._running):
-            self._release(request)
-            set_exception(request.ticket.future, RuntimeClosedError(reason))
-        self._waiting.clear()
-        for encoding in tuple(self.residency.encodings.values()):
-            self.residency.fail(encoding, RuntimeClosedError(reason))
-        for job in self.residency.jobs:
-            set_exception(job.future, RuntimeClosedError(reason))
+        """Nobody waits for ever, not even when the engine ends because of a bug: futures first, tidying after."""
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if command is not None:
-                command()  # a `call` or a submission that came in with the failure; it must not wait for ever
-        for request in self._waiting:
+                command()  # a `call` or a submission that came in with the end
+        requests = (*self._waiting, *self._running)
+        for request in requests:
             set_exception(request.ticket.future, RuntimeClosedError(reason))
         for job in self.residency.jobs:
             set_exception(job.future, RuntimeClosedError(reason))
+        self._waiting.clear()
+        for encoding in tuple(self.residency.encodings.values()):
+            self.residency.fail(encoding, RuntimeClosedError(reason))
+        for request in requests:
+            self._release(request)
 
     def check(self) -> list[str]:
         """Cache invariants, with the private pages of running requests (engine thread; use through `call`)."""
-        private = [page for r in self._running if r.sequence is not None for page in r.sequence.pages]
+        private = [page for request in self._running for page in request.pages]
         return self.cache.check(private)

@@ -58,6 +58,15 @@ class ChunkRange:
     start: int = 0
     length: int | None = None
 
+    def __post_init__(self) -> None:
+        numbers = (self.start,) if self.length is None else (self.start, self.length)
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
+        if not isinstance(self.chunk_id, str) or not whole or self.start < 0 or (self.length or 1) < 1:
+            raise ConfigError(
+                f"{self.chunk_id!r}, {self.start!r}, {self.length!r} is no ChunkRange: it takes a chunk id, a start of at "
+                "least 0 and a length of at least 1"
+            )
+
 
 @dataclass(frozen=True)
 class Live:
@@ -131,10 +140,13 @@ class LayoutBuilder:
         self._items: list[Segment | LiveRun] = []
         self._chunks: dict[ChunkId, Chunk] = {} if prefix is None else {prefix.id: prefix}
 
-    def live(self, token_ids: Sequence[int], *, repaired: bool = False) -> LayoutBuilder:
+    def live(self, token_ids: Sequence[int], *, repaired: int = 0) -> LayoutBuilder:
+        """Add live tokens; `repaired` of them repeat a chunk's text."""
+        if not isinstance(token_ids, Sequence) or not all(isinstance(token, int) for token in token_ids):
+            raise ConfigError(f"live tokens must be a sequence of token ids, got {token_ids!r}")
         if not token_ids:
             return self
-        run = LiveRun(tuple(token_ids), self.position, len(token_ids) if repaired else 0)
+        run = LiveRun(tuple(token_ids), self.position, repaired)
         last = self._items[-1] if self._items else None
         if isinstance(last, LiveRun):
             merged = LiveRun(last.token_ids + run.token_ids, last.offset, last.repaired + run.repaired)
@@ -145,6 +157,9 @@ class LayoutBuilder:
         return self
 
     def segment(self, chunk: Chunk, start: int = 0, length: int | None = None) -> LayoutBuilder:
+        """Add tokens `start ... start + length - 1` of a chunk; `start` is a multiple of the page size."""
+        if not isinstance(chunk, Chunk):
+            raise ConfigError(f"a segment needs a Chunk (Runtime.chunk gives one), got {chunk!r}")
         length = len(chunk) - start if length is None else length
         if start % self._page_size or not 0 <= start < start + length <= len(chunk):
             raise ConfigError(
@@ -185,14 +200,14 @@ def repair_layout(layout: PromptLayout, repair: str) -> PromptLayout:
     builder = LayoutBuilder(layout.prefix, layout.page_size)
     for item in layout.items:
         if isinstance(item, LiveRun):
-            builder.live(item.token_ids)
+            builder.live(item.token_ids, repaired=item.repaired)
             continue
         chunk, tokens = layout.chunks[item.chunk_id], layout.segment_tokens(item)
         if layout.prefix is not None and item.chunk_id == layout.prefix.id and item.delta == 0:
             builder.segment(chunk, item.start, item.length)
             continue
         head = item.length if repair == "exact" else min(layout.page_size, item.length)
-        builder.live(tokens[:head], repaired=True)
+        builder.live(tokens[:head], repaired=head)
         if head < item.length:
             builder.segment(chunk, item.start + head, item.length - head)
     return builder.build(layout.dropped)

@@ -19,7 +19,7 @@ from lazy_rag_kernels.rotary import rotate
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from lazy_rag.errors import UnsupportedModelError
+from lazy_rag.errors import ConfigError, UnsupportedModelError
 from lazy_rag.families import family_of, rope_table
 from lazy_rag.pool import KVShape
 from lazy_rag.rope import RopeTable
@@ -116,6 +116,8 @@ class LanguageModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         family_of(model.config)
+        if model.config._attn_implementation == SEAM:
+            raise ConfigError("this model is driven by another runtime: close that one first, or load the model again")
         self.model = model.eval()
         self.config = model.config
         self.dtype = model.dtype
@@ -134,6 +136,10 @@ class LanguageModel:
 
     def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, plan: Attender) -> Tensor:
         """One pass over T rows (`token_ids`, `positions`: int64 [T]); float32 logits [len(logit_rows), vocab]."""
+        if self.config._attn_implementation != SEAM:
+            raise UnsupportedModelError(
+                f"the model's attention was switched to {self.config._attn_implementation!r} while a runtime drives it"
+            )
         with torch.inference_mode():
             output = self.model(
                 input_ids=token_ids[None],

@@ -49,4 +49,7 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
         if policy != "lru":
             raise ConfigError(f'policy={policy!r} is unknown; use "lru" or an object with the EvictionPolicy methods')
         return LRU()
+    missing = [name for name in ("added", "used", "removed", "order") if not callable(getattr(policy, name, None))]
+    if missing:
+        raise ConfigError(f"policy={policy!r} lacks the EvictionPolicy methods {', '.join(missing)}")
     return policy

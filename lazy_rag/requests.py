@@ -82,6 +82,7 @@ class Request:
     wants_logits: bool
     submitted: float
     # filled at admission
+    pages: tuple[int, ...] = ()  # private pages, for live and generated tokens
     sequence: Sequence | None = None
     leases: list[CachedChunk] = field(default_factory=list)
     pending: set[ChunkId] = field(default_factory=set)  # leased chunks that are still being encoded
@@ -99,13 +100,12 @@ class Request:
 
 @dataclass(eq=False)
 class Encoding:
-    """A missing chunk being computed once for everyone who waits for it. `forget`: deleted meanwhile."""
+    """A missing chunk being computed once for everyone who waits for it."""
 
     entry: CachedChunk
     sequence: Sequence
     waiters: list[Request] = field(default_factory=list)
     jobs: list[EncodeJob] = field(default_factory=list)
-    forget: bool = False
 
 
 @dataclass(eq=False)
@@ -113,13 +113,15 @@ class EncodeJob:
     """Chunks to bring into the cache with no prompt behind them.
 
     Without `evict` it stops when no page is free. With it, others make room, but never the job's own chunks: `leases`
-    keeps them until its end.
+    keeps them until its end. With `pin` they stay pinned from then on, all of them, or the job fails.
     """
 
     chunks: deque[Chunk]
     evict: bool
     future: Future[int]
     on_progress: Callable[[int], None] | None
+    pin: bool = False
+    chunk_ids: tuple[ChunkId, ...] = ()
     leases: list[CachedChunk] = field(default_factory=list)
     in_flight: int = 0
     resident: int = 0

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lazy_rag.cache import CachedChunk, ChunkCache
+from lazy_rag.cache import CachedChunk, ChunkCache, require_same
 from lazy_rag.errors import CacheFullError, LazyRAGError
 from lazy_rag.futures import as_lazy_error, set_exception, set_result
 from lazy_rag.keys import ChunkId
@@ -57,6 +57,7 @@ class Residency:
     ) -> None:
         self.encodings: dict[ChunkId, Encoding] = {}
         self.jobs: deque[EncodeJob] = deque()
+        self._deleted: set[ChunkId] = set()
         self._cache = cache
         self._pool = cache.pool
         self._records = records
@@ -69,7 +70,10 @@ class Residency:
     def find(self, chunk: Chunk) -> CachedChunk | None:
         """The published KV of a chunk, or the entry it is being encoded into."""
         encoding = self.encodings.get(chunk.id)
-        return self._cache.lookup(chunk) if encoding is None else encoding.entry
+        if encoding is None:
+            return self._cache.lookup(chunk)
+        require_same(encoding.entry.chunk, chunk)
+        return encoding.entry
 
     def tier(self, entry: CachedChunk) -> str:
         return self.pool_tier if entry.published else "encoded"
@@ -80,31 +84,34 @@ class Residency:
         try:
             # what an earlier owner left behind the chunk's end must not leave with its record
             self._pool.clear(entry.pages[-1])
-            data = None if self._records is None else self._records.load(chunk)
+            data = None if self._records is None or chunk.id in self._deleted else self._records.load(chunk)
             if data is not None:
                 self._pool.write(entry.pages, data, range(chunk.base, chunk.base + len(chunk)))
                 self._cache.publish(entry)
                 return "disk"
+            segments: tuple[PlacedSegment, ...] = ()
+            if chunk.base:
+                assert self._prefix_entry is not None
+                segments = (PlacedSegment(self._prefix_entry.pages, chunk.base, 0, 0),)
         except BaseException:
             self._cache.abandon(entry)
             raise
-        segments: tuple[PlacedSegment, ...] = ()
-        if chunk.base:
-            assert self._prefix_entry is not None
-            segments = (PlacedSegment(self._prefix_entry.pages, chunk.base, 0, 0),)
         positions = list(range(chunk.base, chunk.base + len(chunk)))
         sequence = Sequence(list(chunk.token_ids), positions, segments, entry.pages)
         self.encodings[chunk.id] = Encoding(entry, sequence)
         return "encoded"
 
     def publish(self, encoding: Encoding) -> None:
-        """A completely written chunk becomes visible, and those who wait for it go on."""
+        """A completely written chunk becomes visible, and those who wait for it go on.
+
+        A chunk that was deleted meanwhile serves those who wait, and goes with their leases.
+        """
         chunk = encoding.entry.chunk
-        del self.encodings[chunk.id]
-        if encoding.forget:
+        if chunk.id in self._deleted:
             self._cache.abandon(encoding.entry)
         else:
             self._cache.publish(encoding.entry)
+        del self.encodings[chunk.id]
         self._counters.tokens_encoded += len(chunk)
         now = time.perf_counter()
         for request in encoding.waiters:
@@ -123,24 +130,29 @@ class Residency:
         for job in encoding.jobs:
             self._cache.release(encoding.entry)
             job.in_flight -= 1
-            self._stop(job)
+            self.stop(job)
             set_exception(job.future, failure)
         self._cache.abandon(encoding.entry)
         return encoding.waiters
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
-        """Drop chunks from memory and disk, those being encoded included."""
+        """Drop chunks from memory and disk. Until `welcome`, none of them is published or written again, whatever
+        request or layout still names it."""
         for chunk_id in chunk_ids:
+            self._deleted.add(chunk_id)
             if self._records is not None:
                 self._records.delete(chunk_id)
             self._cache.discard(chunk_id)
-            if chunk_id in self.encodings:
-                self.encodings[chunk_id].forget = True
 
-    def read(self, chunk: Chunk) -> Tensor | None:
-        """A host copy of a chunk's pages, if it is resident."""
+    def welcome(self, chunk_ids: Iterable[ChunkId]) -> None:
+        """Chunks that were added (again) may be kept."""
+        self._deleted.difference_update(chunk_ids)
+
+    def write_record(self, chunk: Chunk, records: Records) -> None:
+        """Keep a chunk's pages outside the pool, if it is resident. Here, so that no deletion can come in between."""
         entry = self._cache.lookup(chunk)
-        return None if entry is None else self._pool.read(entry.pages)
+        if entry is not None:
+            records.save(chunk, self._pool.read(entry.pages))
 
     # the encode prefix
 
@@ -174,15 +186,14 @@ class Residency:
             except Exception as error:  # noqa: BLE001  a full disk, say: this job only
                 _log.exception("encoding failed")
                 set_exception(job.future, as_lazy_error(error))
-                self._stop(job)
+                self.stop(job)
                 full = False
             if full and not job.in_flight and not (job.evict and (pages_may_come or self.encodings)):
                 job.chunks.clear()  # no page will come free for it
             if job.chunks or job.in_flight:
                 return
             self.jobs.popleft()
-            self._stop(job)
-            set_result(job.future, job.resident)
+            self._end(job)
 
     def _feed(self, job: EncodeJob) -> bool:
         """Returns True when the next chunk finds no room."""
@@ -218,7 +229,18 @@ class Residency:
         if job.on_progress is not None:
             job.on_progress(1)
 
-    def _stop(self, job: EncodeJob) -> None:
+    def _end(self, job: EncodeJob) -> None:
+        try:
+            if job.pin and not job.future.done():
+                # before the leases go: in between, another request could push a chunk out
+                self._cache.pin(job.chunk_ids)
+        except LazyRAGError as error:
+            set_exception(job.future, error)
+        self.stop(job)
+        set_result(job.future, job.resident)
+
+    def stop(self, job: EncodeJob) -> None:
+        """Start no more chunks of a job; those in flight are still finished for whoever else waits."""
         job.chunks.clear()
         for entry in job.leases:
             self._cache.release(entry)

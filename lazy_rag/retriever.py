@@ -133,13 +133,14 @@ class VectorIndex:
 class Retriever:
     """Documents, their chunks, and search over them. Thread-safe and synchronous; a context manager."""
 
-    def __init__(self, embedder: Embedder | None, directory: Path | None = None) -> None:
+    def __init__(self, embedder: Embedder | None, directory: Path | None = None, key_space: str = "") -> None:
         """`directory`: a folder that is opened, or created with mode 0700; None keeps everything in memory. With
         `embedder=None` everything but searching for a text works; chunks are embedded when the folder is next opened
-        with an embedder.
+        with an embedder. `key_space`: what the chunk ids were made from; a folder of another one is refused.
 
         Raises StoreError for a folder that cannot be used, RetrieverError when it was built with another embedder."""
         self._embedder = embedder
+        self._key_space = key_space
         self._directory = None if directory is None else Path(directory)
         self._index: VectorIndex | None = None
         self._index_state = ""
@@ -235,6 +236,10 @@ class Retriever:
     def chunk(self, chunk_id: str) -> ChunkRecord:
         """The stored chunk. Raises UnknownChunkError."""
         return self._call(lambda: self._catalog.chunk(chunk_id))
+
+    def records(self, chunk_ids: Sequence[str]) -> dict[str, ChunkRecord]:
+        """Records of those ids that exist."""
+        return self._call(lambda: self._catalog.known(chunk_ids))
 
     def chunk_ids(self, namespace: str | None = None) -> list[str]:
         """Chunk ids of one namespace, or of all, oldest first."""
@@ -351,6 +356,7 @@ class Retriever:
             _make_folder(self._directory)
         catalog = Catalog(None if self._directory is None else self._directory / CATALOG_FILE)
         try:
+            catalog.bind(self._key_space)
             if self._embedder is not None:
                 catalog.claim(self._embedder.name, self._embedder.dimension)
         except BaseException:

@@ -8,81 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import queue
 import threading
-import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from lazy_rag import streaming
-from lazy_rag.answer import Answer, Explanation, Source, make_answer
+from lazy_rag.answer import Answer, Explanation, make_answer
 from lazy_rag.arguments import checked_keywords
-from lazy_rag.assembly import Placed, as_history, as_messages, as_range
-from lazy_rag.building import Settings, build, check_store_fits, open_store
+from lazy_rag.building import Settings, build
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
-from lazy_rag.errors import (
-    ConfigError,
-    ContextOverflowError,
-    EmptyCorpusError,
-    EmptyQuestionError,
-    RuntimeClosedError,
-    StoreError,
-    UnknownChunkError,
-)
+from lazy_rag.engine import Engine
+from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, ChunkRange, Live, PromptLayout, known_repair, repair_layout
+from lazy_rag.layout import Chunk, PromptLayout, known_repair
 from lazy_rag.loading import load_model
-from lazy_rag.policy import EvictionPolicy
+from lazy_rag.model import LanguageModel
+from lazy_rag.persistence import OpenStore, check_store, load_arguments, make_manifest, same_folder, write_store
+from lazy_rag.policy import EvictionPolicy, make_policy
+from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions
 from lazy_rag.prompt import Message
 from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
-from lazy_rag.sampling import SamplingParams
 from lazy_rag.stats import Stats
-from lazy_rag.store import KVRecords, Manifest, open_folder, write_manifest
 
-Piece = str | ChunkRange | Live
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
-
-
-class RequestOptions(TypedDict, total=False):
-    """What every way of asking takes.
-
-    system:    system text of this request; changing it encodes no chunk
-    history:   earlier messages, Message objects or dicts with "role" and "content"
-    sampling:  how to choose tokens
-    repair:    "none", "head" or "exact"
-    namespace: whose chunks may be used
-    """
-
-    system: str | None
-    history: Sequence[Message | dict[str, str]]
-    sampling: SamplingParams | None
-    repair: str | None
-    namespace: str | None
-
-
-class QueryOptions(RequestOptions, total=False):
-    """RequestOptions, and `filter`: conditions on metadata, applied before top-k."""
-
-    filter: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A validated request, not yet submitted."""
-
-    layout: PromptLayout
-    sampling: SamplingParams
-    sources: tuple[Source, ...]
-    retrieve: float  # seconds spent finding the chunks
 
 
 class Runtime:
@@ -142,61 +103,70 @@ class Runtime:
         progress: bool = True,
     ) -> None:
         self._closed = False
+        self._process = os.getpid()
+        self._closing = threading.Lock()
+        self._progress = bool(progress)
+        live = isinstance(model, torch.nn.Module)
+        if live and device is not None and torch.device(device) != model.device:
+            raise ConfigError(f"the model is on {model.device}: move it, or leave device out")
         settings = Settings.of(
-            device=device,
+            device=model.device if live else device,
             dtype=dtype,
             impl=impl,
             prefix=prefix,
             separator=separator,
+            namespace=namespace,
             max_context=max_context,
             cache_bytes=cache_bytes,
             encode_tokens=encode_tokens,
             page_size=page_size,
             max_queue=max_queue,
         )
-        self._repair, self._namespace, self._progress = known_repair(repair), namespace, progress
-        self._store = None if store is None else Path(store)
-        manifest = None if self._store is None else open_store(self._store)
-        loaded, self.tokenizer = load_model(
-            model,
-            tokenizer,
-            revision=revision,
-            adapter=adapter,
-            quantization_config=quantization_config,
-            device=settings.device,
-            dtype=settings.dtype,
-        )
-        self._parts = build(loaded, self.tokenizer, settings, policy=policy, store=self._store)
-        self._manifest = Manifest(
-            key_space=self._parts.keys.id,
-            model=model if isinstance(model, str) else None,
-            options={
-                "prefix": prefix,
-                "separator": separator,
-                "page_size": page_size,
-                "namespace": namespace,
-                "embedder": embedder if isinstance(embedder, str) else None,
-                "dtype": str(self._parts.model.dtype).removeprefix("torch."),
-            },
-        )
-        try:
+        known_repair(repair)
+        policy = make_policy(policy)
+        if live and dtype is not None and settings.dtype != model.dtype:
+            raise ConfigError(f"the model is {model.dtype}: convert it, or leave dtype out")
+        with ExitStack() as undo:
+            self._store = None if store is None else undo.enter_context(OpenStore(store))
+            loaded, self.tokenizer = load_model(
+                model,
+                tokenizer,
+                revision=revision,
+                adapter=adapter,
+                quantization_config=quantization_config,
+                device=settings.device,
+                dtype=settings.dtype,
+            )
+            folder = None if self._store is None else self._store.folder
+            self._parts = build(loaded, self.tokenizer, settings, policy=policy, store=folder)
+            undo.callback(self._parts.model.release)
+            self._manifest = make_manifest(
+                self._parts,
+                settings,
+                model=model,
+                embedder=embedder,
+                tokenizer=tokenizer,
+                revision=revision,
+                adapter=adapter,
+                repair=repair,
+            )
             if self._store is not None:
-                check_store_fits(manifest, self._parts.keys, self._store)
+                self._store.require(self._parts.keys.id)
             self.embeddings = None if embedder is None else Embedder.load(embedder, str(settings.device))
-            self._retriever = Retriever(self.embeddings, self._store)
-        except BaseException:
-            self._parts.model.release()
-            raise
-        try:
+            self._retriever = Retriever(self.embeddings, folder, self._parts.keys.id)
+            undo.callback(self._retriever.close)
             if self._store is not None:
-                write_manifest(self._store, self._manifest)
+                self._store.write_manifest(self._manifest)
             self._engine = self._parts.engine
             self._engine.start()
-        except BaseException:
-            self._retriever.close()
-            self._parts.model.release()
-            raise
+            undo.pop_all()
+        self._preparer = Preparer(self._parts, self._retriever, namespace=namespace, repair=repair)
         self.last_answer: Answer | None = None
+        # a runtime nobody holds any more gives back thread, pages and model
+        self._finalizer = weakref.finalize(
+            self, _let_go, self._engine, self._retriever, self._parts.model, self._store, os.getpid()
+        )
+        self._finalizer.atexit = False
         atexit.register(_close_at_exit, weakref.ref(self))
 
     # adding
@@ -221,13 +191,14 @@ class Runtime:
 
         Returns the chunk ids in order. Raises DocumentError or EmptyCorpusError, and then nothing was added.
         """
+        self._require_open()
         documents = load_documents(sources, ids=ids, metadata=metadata)
-        space = self._space(namespace)
+        space = self._preparer.space(namespace)
         chunks = self._parts.chunker.split(documents, space, chunk_tokens)
         if not any(chunks):
             raise EmptyCorpusError("no text was found in what was given to add")
         batch = [(d.id, records, d.metadata) for d, records in zip(documents, chunks, strict=True)]
-        return self._index(batch, encode)
+        return self._index(batch, encode, space)
 
     @checked_keywords()
     def add_chunks(
@@ -240,44 +211,53 @@ class Runtime:
         namespace: str | None = None,
     ) -> list[ChunkId]:
         """Add texts as one chunk each, without splitting. `ids`: document ids, default the chunk ids."""
-        if isinstance(texts, str):
+        self._require_open()
+        if isinstance(texts, str) or not isinstance(texts, Sequence):
             raise ConfigError("add_chunks takes a list of texts; for one text pass [text]")
         if not texts:
             raise EmptyCorpusError("no text was given to add")
-        space = self._space(namespace)
+        space = self._preparer.space(namespace)
         records = [self._parts.chunker.record(text, space) for text in texts]
-        names = [record.chunk_id for record in records] if ids is None else list(ids)
-        each = [metadata or {}] * len(records) if metadata is None or isinstance(metadata, Mapping) else list(metadata)
+        names = _document_names([record.chunk_id for record in records]) if ids is None else list(_listed(ids, "ids"))
+        if metadata is None or isinstance(metadata, Mapping):
+            each = [metadata or {}] * len(records)
+        else:
+            each = list(_listed(metadata, "metadata"))
         if not len(records) == len(names) == len(each):
             raise ConfigError(f"{len(records)} texts, {len(names)} ids and {len(each)} metadata do not go together")
-        batch = [(name, [record], dict(m)) for name, record, m in zip(names, records, each, strict=True)]
-        unique = {name: entry for name, *_ in batch for entry in [next(b for b in batch if b[0] == name)]}
-        if ids is not None and len(unique) != len(batch):
-            raise ConfigError("ids holds the same id twice")
-        self._index(list(unique.values()), encode)
+        if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+            raise ConfigError("ids must be strings, each only once")
+        if not all(isinstance(m, Mapping) for m in each):
+            raise ConfigError("metadata must be one mapping, or one for each text")
+        self._index([(n, [r], dict(m)) for n, r, m in zip(names, records, each, strict=True)], encode, space)
         return [ChunkId(record.chunk_id) for record in records]
 
     def _index(
-        self, batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]], encode: str
+        self, batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]], encode: str, namespace: str
     ) -> list[ChunkId]:
         if encode not in ("now", "on_use"):
             raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
-        self._require_open()
-        change = self._retriever.upsert_many(batch, progress=self._progress)
-        self._forget(change.removed)
         records = [record for _, chunks, _ in batch for record in chunks]
+        ids = [ChunkId(record.chunk_id) for record in records]
+        change = self._retriever.upsert_many(batch, namespace=namespace, progress=self._progress)
+        self._engine.call(lambda: self._engine.residency.welcome(ids)).result()
+        self._forget(change.removed)
         if encode == "now":
             self._encode([self._parts.chunker.chunk(record) for record in records], evict=False)
-        return [ChunkId(record.chunk_id) for record in records]
+        return ids
 
-    def _encode(self, chunks: Sequence[Chunk], *, evict: bool) -> int:
+    def _encode(self, chunks: Sequence[Chunk], *, evict: bool, pin: bool = False) -> int:
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        future = self._engine.encode(chunks, evict=evict, on_progress=done.put)
-        future.add_done_callback(lambda _: done.put(None))
-        with tqdm(total=len(chunks), desc="encode", unit="chunk", disable=not self._progress) as bar:
-            while (step := done.get()) is not None:
-                bar.update(step)
-        return future.result()
+        job = self._engine.encode(chunks, evict=evict, pin=pin, on_progress=done.put)
+        job.future.add_done_callback(lambda _: done.put(None))
+        try:
+            with tqdm(total=len(chunks), desc="encode", unit="chunk", disable=not self._progress) as bar:
+                while (step := done.get()) is not None:
+                    bar.update(step)
+        except BaseException:  # Ctrl-C, say
+            self._engine.call(lambda: self._engine.residency.stop(job))
+            raise
+        return job.future.result()
 
     # finding
 
@@ -287,28 +267,26 @@ class Runtime:
     ) -> list[Hit]:
         """The k chunks most similar to the query, best first; `filter` on metadata applies before top-k."""
         self._require_open()
-        if not isinstance(query, str) or not query.strip():
-            raise EmptyQuestionError("the question has no text")
-        return self._retriever.search(query, k, namespace=self._space(namespace), filter=filter)
+        return self._preparer.retrieve(query, k, filter, namespace)
 
     # asking
 
     @checked_keywords(QueryOptions)
     def query(self, question: str, k: int = 5, **options: Unpack[QueryOptions]) -> Answer:
         """Retrieve k chunks for the question and answer from them."""
-        return self._run(self._prepare_query(question, k, options))
+        return self._run(self._prepared.query(question, k, options))
 
     @checked_keywords(QueryOptions)
     def stream(self, question: str, k: int = 5, **options: Unpack[QueryOptions]) -> Iterator[str]:
         """Like `query`, as an iterator of text pieces; afterwards the Answer is `last_answer`."""
-        return self._stream(self._prepare_query(question, k, options))
+        return self._stream(self._prepared.query(question, k, options))
 
     @checked_keywords(RequestOptions)
     def generate(
         self, question: str | PromptLayout, chunk_ids: Sequence[Piece] = (), **options: Unpack[RequestOptions]
     ) -> Answer:
         """Answer from the given chunks, ranges of chunks and live text between them, or from a layout made before."""
-        return self._run(self._prepare(question, chunk_ids, options))
+        return self._run(self._prepared.request(question, chunk_ids, options))
 
     @checked_keywords(RequestOptions)
     def chat(
@@ -320,27 +298,28 @@ class Runtime:
         **options: Unpack[RequestOptions],
     ) -> Answer | Iterator[str]:
         """Answer the last message; the chunks stand before its text. With `stream`, an iterator of text pieces."""
-        prepared = self._prepare_chat(messages, chunk_ids, options)
+        prepared = self._prepared.chat(messages, chunk_ids, options)
         return self._stream(prepared) if stream else self._run(prepared)
 
     @checked_keywords(QueryOptions)
     async def aquery(self, question: str, k: int = 5, **options: Unpack[QueryOptions]) -> Answer:
         """`query` for asyncio; cancelling the task frees the request's pages."""
-        return await self._arun(await asyncio.to_thread(self._prepare_query, question, k, options))
+        return await self._arun(await asyncio.to_thread(self._prepared.query, question, k, options))
 
     @checked_keywords(QueryOptions)
     async def astream(self, question: str, k: int = 5, **options: Unpack[QueryOptions]) -> AsyncIterator[str]:
         """`stream` for asyncio."""
-        prepared = await asyncio.to_thread(self._prepare_query, question, k, options)
-        async for piece in self._astream(prepared):
-            yield piece
+        prepared = await asyncio.to_thread(self._prepared.query, question, k, options)
+        async with aclosing(self._astream(prepared)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     @checked_keywords(RequestOptions)
     async def agenerate(
         self, question: str | PromptLayout, chunk_ids: Sequence[Piece] = (), **options: Unpack[RequestOptions]
     ) -> Answer:
         """`generate` for asyncio."""
-        return await self._arun(await asyncio.to_thread(self._prepare, question, chunk_ids, options))
+        return await self._arun(await asyncio.to_thread(self._prepared.request, question, chunk_ids, options))
 
     @checked_keywords(RequestOptions)
     async def achat(
@@ -352,17 +331,17 @@ class Runtime:
         **options: Unpack[RequestOptions],
     ) -> Answer | AsyncIterator[str]:
         """`chat` for asyncio. With `stream`, await it first: `async for piece in await rt.achat(..., stream=True)`."""
-        prepared = await asyncio.to_thread(self._prepare_chat, messages, chunk_ids, options)
+        prepared = await asyncio.to_thread(self._prepared.chat, messages, chunk_ids, options)
         return self._astream(prepared) if stream else await self._arun(prepared)
 
     @checked_keywords(RequestOptions)
     def layout(self, question: str, chunk_ids: Sequence[Piece] = (), **options: Unpack[RequestOptions]) -> PromptLayout:
         """The prompt that `generate` would run, without running it."""
-        return self._prepare(question, chunk_ids, options).layout
+        return self._prepared.request(question, chunk_ids, options).layout
 
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
-        prepared = self._prepare(layout, (), {})
+        prepared = self._prepared.request(layout, (), {})
         logits = streaming.run(self._engine, prepared.layout, prepared.sampling, wants_logits=True).logits
         assert logits is not None
         return logits
@@ -371,6 +350,9 @@ class Runtime:
 
     def explain(self, layout: PromptLayout) -> list[Explanation]:
         """For every segment of a layout: would it be found, and where."""
+        self._require_open()
+        if not isinstance(layout, PromptLayout):
+            raise ConfigError("explain takes a layout: rt.explain(rt.layout(question, ids))")
         segments = layout.segments
         resident = self._engine.call(lambda: [s.chunk_id in self._parts.engine.cache for s in segments]).result()
         return [self._explain(s.chunk_id, s.offset, here) for s, here in zip(segments, resident, strict=True)]
@@ -384,28 +366,26 @@ class Runtime:
 
     def prefetch(self, ids: Iterable[str]) -> int:
         """Bring chunks into memory, evicting others; returns how many of them are there at the end."""
-        chunks = [self.chunk(i) for i in ids]
+        chunks = [self.chunk(i) for i in _listed(ids, "ids")]
         self._encode(chunks, evict=True)
         return sum(self._engine.call(lambda: [c.id in self._engine.cache for c in chunks]).result())
 
     def pin(self, ids: Iterable[str]) -> None:
         """Bring chunks into memory and keep them there. Raises CacheFullError, and then pins none of them."""
-        chunks = {c.id: c for c in map(self.chunk, ids)}
-        self._encode(list(chunks.values()), evict=True)
-        self._engine.call(lambda: self._engine.cache.pin(chunks)).result()
+        chunks = {c.id: c for c in map(self.chunk, _listed(ids, "ids"))}
+        self._encode(list(chunks.values()), evict=True, pin=True)
 
     def unpin(self, ids: Iterable[str]) -> None:
         """Let chunks be evicted again."""
-        chunks = [self.chunk(i).id for i in ids]
+        chunks = [self.chunk(i).id for i in _listed(ids, "ids")]
         self._engine.call(lambda: self._engine.cache.unpin(chunks)).result()
 
     @checked_keywords()
     def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> None:
         """Delete documents or chunks by id: vector, text and KV, in memory and on disk."""
         self._require_open()
-        if isinstance(ids, str):
-            raise ConfigError("delete takes a list of ids; for one id pass [id]")
-        self._forget(self._retriever.delete(ids, namespace=self._space(namespace)).removed)
+        removed = self._retriever.delete(list(_listed(ids, "ids")), namespace=self._preparer.space(namespace)).removed
+        self._forget(removed)
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
         gone = [ChunkId(i) for i in chunk_ids]
@@ -438,7 +418,7 @@ class Runtime:
                 **asdict(engine.counters),
             }
 
-        documents = len(self._retriever.documents(self._namespace))
+        documents = len(self._retriever.documents(self._preparer.space(None)))
         return Stats(documents=documents, chunks_indexed=len(self._retriever), **engine.call(read).result())
 
     def check(self) -> list[str]:
@@ -447,56 +427,32 @@ class Runtime:
 
     # keeping
 
+    @checked_keywords()
     def save(self, directory: str | Path | None = None) -> None:
         """Write index, metadata and the KV in memory to a folder (default: the runtime's store)."""
         self._require_open()
-        target = self._store if directory is None else Path(directory)
-        if target is None:
+        place = directory if directory is not None else None if self._store is None else self._store.folder
+        if place is None:
             raise ConfigError("save needs a folder: this runtime has no store")
-        self._write_store(target, progress=self._progress)
-
-    def _write_store(self, target: Path, *, progress: bool) -> None:
-        open_folder(target)
-        self._retriever.save(target)
-        records = KVRecords(target, self._parts.layout)
-        engine = self._engine
-        entries = engine.call(lambda: [entry.chunk for entry in engine.cache]).result()
-        for chunk in tqdm(entries, desc="save", unit="chunk", disable=not progress):
-            pages = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
-            if pages is not None:
-                records.save(chunk, pages)
-        write_manifest(target, self._manifest)
+        own = self._store is not None and same_folder(place, self._store.folder)
+        with nullcontext(self._store) if own else OpenStore(place) as target:
+            assert target is not None
+            target.require(self._parts.keys.id)
+            write_store(target, self._manifest, self._parts, self._retriever, progress=self._progress)
 
     @classmethod
     def load(cls, directory: str | Path, model: Any = None, **options: Any) -> Runtime:
-        """Open a store with the model and options it was made with; give `model` where that was a live object."""
-        manifest = None if not Path(directory).is_dir() else open_store(Path(directory))
-        if manifest is None:
-            raise StoreError(f"there is no store in {str(directory)!r}")
-        if model is None and manifest.model is None:
-            raise StoreError("the store was made with a live model object: pass it, Runtime.load(directory, model)")
-        return cls(model or manifest.model, store=directory, **{**manifest.options, **options})
+        """Open a store with the model and options it was made with; live objects among them have to be given again."""
+        return cls(**load_arguments(directory, model, options))
 
+    @checked_keywords()
     def check_store(self, *, repair: bool = False) -> list[str]:
         """Verify index, metadata and every KV record; what is wrong, in words. Bad records are set aside at once.
 
         With `repair`, records no document refers to are deleted and missing vectors are made again.
         """
         self._require_open()
-        problems = self._retriever.check(repair=repair)
-        records = self._parts.records
-        if records is None:
-            return problems
-        known = {ChunkId(i) for i in self._retriever.chunk_ids()}
-        for chunk_id in records.ids():
-            if chunk_id in known:
-                if records.load(self.chunk(chunk_id)) is None:
-                    problems.append(f"the record of chunk {chunk_id} was bad; set aside, it will be computed again")
-            elif self.prefix is None or chunk_id != self.prefix.id:
-                problems.append(f"a record is there for chunk {chunk_id}, which no document holds")
-                if repair:
-                    records.delete(chunk_id)
-        return problems
+        return check_store(self._parts, self._retriever, repair=repair)
 
     # life
 
@@ -511,18 +467,24 @@ class Runtime:
             return runtime
 
     def close(self) -> None:
-        """Stop the engine, keep the store, give the model back. Idempotent; unfinished requests fail."""
-        if self._closed:
-            return
-        if self._store is not None:
-            self._write_store(self._store, progress=False)
-        self._closed = True
-        self._engine.close()
-        self._retriever.close()
-        self._parts.model.release()
-        with self._shared_lock:
-            for key in [key for key, runtime in self._shared.items() if runtime is self]:
-                del self._shared[key]
+        """Keep the store, stop the engine, give the model back. Idempotent; unfinished requests fail.
+
+        Raises StoreError when the store cannot be written; everything is closed all the same.
+        """
+        if os.getpid() != self._process:
+            return  # a forked child has neither the threads nor the right to the store
+        with self._closing:
+            if self._closed:
+                return
+            try:
+                if self._store is not None:
+                    write_store(self._store, self._manifest, self._parts, self._retriever, progress=False)
+            finally:
+                self._closed = True
+                self._finalizer()
+                with self._shared_lock:
+                    for key in [key for key, runtime in self._shared.items() if runtime is self]:
+                        del self._shared[key]
 
     def __enter__(self) -> Runtime:
         return self
@@ -532,89 +494,23 @@ class Runtime:
 
     # helpers
 
-    def _prepare_query(self, question: str, k: int, options: QueryOptions) -> Prepared:
-        started = time.perf_counter()
-        options = options.copy()
-        condition = options.pop("filter", None)
-        hits = self.retrieve(question, k, filter=condition, namespace=options.get("namespace"))
-        prepared = self._prepare(question, [hit.chunk_id for hit in hits], options)  # type: ignore[arg-type]
-        placed = {s.chunk_id for s in prepared.layout.segments} | {
-            hit.chunk_id for hit in hits if hit.chunk_id not in prepared.layout.dropped
-        }
-        sources = tuple(
-            Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata)
-            for h in hits
-            if h.chunk_id in placed
-        )
-        return replace(prepared, sources=sources, retrieve=time.perf_counter() - started)
-
-    def _prepare_chat(
-        self, messages: str | Sequence[Message | dict[str, str]], chunk_ids: Sequence[Piece], options: RequestOptions
-    ) -> Prepared:
-        question, earlier = as_messages(messages)
-        options = options.copy()
-        options["history"] = [*options.get("history", ()), *earlier]
-        return self._prepare(question, chunk_ids, options)
-
-    def _prepare(self, question: str | PromptLayout, chunk_ids: Sequence[Piece], options: RequestOptions) -> Prepared:
-        """Check everything and lay out the prompt; nothing has been changed when this raises."""
+    @property
+    def _prepared(self) -> Preparer:
         self._require_open()
-        parts = self._parts
-        sampling = (options.get("sampling") or SamplingParams()).resolve(parts.model.model.generation_config)
-        sources: list[Source] = []
-        if isinstance(question, PromptLayout):
-            layout = self._own_layout(question)
-        else:
-            pieces = self._placed(chunk_ids, self._space(options.get("namespace")), sources)
-            layout = parts.assembler.layout(
-                question,
-                pieces,
-                system=options.get("system"),
-                history=as_history(options.get("history", ())),
-                max_tokens=sampling.max_tokens,
-            )
-        repair = options.get("repair")
-        layout = repair_layout(layout, self._repair if repair is None else repair)
-        room = parts.max_context - len(layout)
-        if room < 1:
-            raise ContextOverflowError(f"the layout takes {len(layout)} tokens, the context is {parts.max_context}")
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        return Prepared(layout, sampling, tuple(s for s in sources if s.chunk_id not in layout.dropped), 0.0)
-
-    def _placed(self, chunk_ids: Sequence[Piece], namespace: str, sources: list[Source]) -> list[Placed | Live]:
-        if isinstance(chunk_ids, str):
-            raise ConfigError("chunk_ids takes a list; for one chunk pass [id]")
-        pieces: list[Placed | Live] = []
-        for piece in chunk_ids:
-            if isinstance(piece, Live):
-                pieces.append(piece)
-                continue
-            part = as_range(piece)
-            record = self._retriever.chunk(part.chunk_id)
-            if record.namespace != namespace:
-                raise UnknownChunkError(f"no chunk {part.chunk_id!r} in namespace {namespace!r}")
-            pieces.append(Placed(self._parts.chunker.chunk(record), part.start, part.length))
-            sources.append(Source(part.chunk_id, record.text))
-        return pieces
-
-    def _own_layout(self, layout: PromptLayout) -> PromptLayout:
-        """A layout built elsewhere names chunks by ids and offsets that only fit the runtime it was built for."""
-        if layout.prefix != self._parts.prefix or layout.page_size != self._engine.pool.page_size:
-            raise ConfigError("this layout was built for another runtime: its prefix or page size differ")
-        return layout
+        return self._preparer
 
     def _run(self, prepared: Prepared) -> Answer:
         return self._answer(prepared, streaming.run(self._engine, prepared.layout, prepared.sampling))
 
     def _stream(self, prepared: Prepared) -> Iterator[str]:
-        return streaming.stream(
+        return streaming.TextIterator(
             self._engine, prepared.layout, prepared.sampling, lambda completion: self._answer(prepared, completion)
         )
 
     async def _arun(self, prepared: Prepared) -> Answer:
         return self._answer(prepared, await streaming.arun(self._engine, prepared.layout, prepared.sampling))
 
-    def _astream(self, prepared: Prepared) -> AsyncIterator[str]:
+    def _astream(self, prepared: Prepared) -> AsyncGenerator[str, None]:
         return streaming.astream(
             self._engine, prepared.layout, prepared.sampling, lambda completion: self._answer(prepared, completion)
         )
@@ -623,14 +519,39 @@ class Runtime:
         self.last_answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve)
         return self.last_answer
 
-    def _space(self, namespace: str | None) -> str:
-        if namespace is not None and not isinstance(namespace, str):
-            raise ConfigError(f"namespace={namespace!r} must be a string")
-        return self._namespace if namespace is None else namespace
-
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeClosedError("the runtime is closed")
+        if os.getpid() != self._process:
+            raise RuntimeClosedError("this process was forked from the runtime's: make a new Runtime here")
+
+
+def _listed(values: Any, name: str) -> Iterable[Any]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ConfigError(f"{name} takes a list; for one value pass [value]")
+    return values
+
+
+def _document_names(chunk_ids: Sequence[str]) -> list[str]:
+    """Document ids for chunks added without any; a text given twice is two documents of one chunk."""
+    seen: Counter[str] = Counter()
+    names = []
+    for chunk_id in chunk_ids:
+        seen[chunk_id] += 1
+        names.append(chunk_id if seen[chunk_id] == 1 else f"{chunk_id}#{seen[chunk_id]}")
+    return names
+
+
+def _let_go(engine: Engine, retriever: Retriever, model: LanguageModel, store: OpenStore | None, process: int) -> None:
+    """End everything a runtime started, each part whatever happens to the others."""
+    if os.getpid() != process:
+        return
+    with ExitStack() as parts:
+        if store is not None:
+            parts.callback(store.close)
+        parts.callback(model.release)
+        parts.callback(retriever.close)
+        parts.callback(engine.close)
 
 
 def _close_at_exit(reference: weakref.ref[Runtime]) -> None:

@@ -4,6 +4,7 @@
     catalog.sqlite, index.faiss   the retriever's (lazy_rag/retriever.py)
     kv/ab/<chunk id>.safetensors  one record a chunk: its whole pages, with layout, checksum and token ids
     quarantine/             records that failed verification; kept for a look, never served
+    lock                    held by the runtime that has the folder open
 
 Records and store.json are written to a temporary name, fsynced and renamed. The folder has mode 0700: it holds text and
 KV in the clear.
@@ -11,12 +12,15 @@ KV in the clear.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,6 +74,22 @@ def open_folder(path: Path) -> Path:
     return path
 
 
+def lock_folder(folder: Path) -> IO[bytes]:
+    """Hold a folder for one runtime until the returned file is closed, or the process ends.
+
+    Raises StoreError when another runtime, in this process or another, holds it.
+    """
+    file = (folder / "lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise StoreError(
+            f"the store {str(folder)!r} is open in another runtime: close that one, or use another folder"
+        ) from error
+    return file
+
+
 def read_manifest(folder: Path) -> Manifest | None:
     """store.json, or None in a new folder. Raises StoreError for a broken one or another schema."""
     path = folder / "store.json"
@@ -78,6 +98,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         manifest = Manifest(**fields)
+        if not isinstance(manifest.options, dict) or not isinstance(manifest.key_space, str):
+            raise TypeError("key_space or options have a wrong type")
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error}") from error
     if manifest.schema != SCHEMA_VERSION:
@@ -97,11 +119,13 @@ class KVRecords:
 
     Args:
         layout: `PageLayout.describe()` with the dtype; a record of another layout is not served.
+        space: `KeySpace.id`; a record made from another model, prefix and so on is not served.
     """
 
-    def __init__(self, folder: Path, layout: str) -> None:
+    def __init__(self, folder: Path, layout: str, space: str = "") -> None:
         self.folder = folder
         self._layout = layout
+        self._space = space
         self.quarantined: list[ChunkId] = []
 
     def path(self, chunk_id: ChunkId) -> Path:
@@ -110,27 +134,36 @@ class KVRecords:
     def save(self, chunk: Chunk, pages: Tensor) -> None:
         """Write a chunk's whole pages [pages, elements]; does nothing when a record exists (content is its name)."""
         path = self.path(chunk.id)
-        if path.exists():
+        if path.is_file():
             return
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         tokens = torch.tensor(chunk.token_ids, dtype=torch.int32)
         header = {
             "schema": str(SCHEMA_VERSION),
             "key": chunk.id,
             "layout": self._layout,
+            "space": self._space,
             "base": str(chunk.base),
             "checksum": _checksum(pages, tokens),
         }
-        write_atomically(path, save({"pages": pages.contiguous(), "token_ids": tokens}, header))
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(path, save({"pages": pages.contiguous(), "token_ids": tokens}, header))
+        except OSError as error:
+            raise StoreError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
     def load(self, chunk: Chunk) -> Tensor | None:
-        """The chunk's pages, verified; None when there is no record or it is bad (then it is quarantined)."""
+        """The chunk's pages, verified; None when there is no record or it is bad (then it is quarantined).
+
+        Never raises: a record that cannot be read is computed again.
+        """
         path = self.path(chunk.id)
-        if not path.exists():
-            return None
         try:
             pages, problem = self._read(path, chunk)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # there is none, or it was deleted just now
+        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            if not path.exists():
+                return None
             pages, problem = None, str(error)
         if problem is not None:
             self._quarantine(path, chunk.id, problem)
@@ -141,8 +174,9 @@ class KVRecords:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             pages, tokens = file.get_tensor("pages"), file.get_tensor("token_ids")
-        if header.get("key") != chunk.id or header.get("layout") != self._layout:
-            return None, "key or layout differ"
+        for name, value in (("key", chunk.id), ("layout", self._layout), ("space", self._space)):
+            if header.get(name) != value:
+                return None, f"{name} differs"
         if header.get("base") != str(chunk.base) or tuple(tokens.tolist()) != chunk.token_ids:
             return None, "token ids or base differ"
         if header.get("checksum") != _checksum(pages, tokens):
@@ -153,12 +187,16 @@ class KVRecords:
         _log.warning("record %s is bad (%s); it is set aside and the chunk will be computed again", chunk_id, problem)
         self.quarantined.append(chunk_id)
         target = self.folder / "quarantine"
-        target.mkdir(mode=0o700, exist_ok=True)
-        os.replace(path, target / path.name)
+        try:
+            target.mkdir(mode=0o700, exist_ok=True)
+            os.replace(path, target / path.name)
+        except OSError as error:
+            _log.warning("record %s could not be set aside: %s", chunk_id, error)
 
     def delete(self, chunk_id: ChunkId) -> None:
-        self.path(chunk_id).unlink(missing_ok=True)
-        (self.folder / "quarantine" / f"{chunk_id}.safetensors").unlink(missing_ok=True)
+        for path in (self.path(chunk_id), self.folder / "quarantine" / f"{chunk_id}.safetensors"):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()
 
     def ids(self) -> list[ChunkId]:
         return sorted(ChunkId(path.stem) for path in (self.folder / "kv").glob("*/*.safetensors"))

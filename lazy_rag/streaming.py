@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from lazy_rag.engine import Engine
@@ -24,17 +24,48 @@ def run(engine: Engine, layout: PromptLayout, sampling: SamplingParams, *, wants
         _give_up(ticket)
 
 
-def stream(engine: Engine, layout: PromptLayout, sampling: SamplingParams, done: Done) -> Iterator[str]:
-    """Pieces of text as they come; `done` gets the completion at the end. Closing the iterator cancels the request."""
-    pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    ticket = engine.submit(layout, sampling, on_text=pieces.put)
-    ticket.future.add_done_callback(lambda _: pieces.put(None))
-    try:
-        while (piece := pieces.get()) is not None:
-            yield piece
-        done(ticket.future.result())
-    finally:
-        _give_up(ticket)
+class TextIterator(Iterator[str]):
+    """Pieces of text as they come; `done` gets the completion at the end.
+
+    The request is submitted with the first `next`. `close` cancels it, from any thread, also while another one waits in
+    `next` (a generator could not be closed there).
+    """
+
+    def __init__(self, engine: Engine, layout: PromptLayout, sampling: SamplingParams, done: Done) -> None:
+        self._submit = lambda: engine.submit(layout, sampling, on_text=self._pieces.put)
+        self._done = done
+        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._ticket: Ticket | None = None
+        self._closed = False
+
+    def __next__(self) -> str:
+        if self._closed:
+            raise StopIteration
+        if self._ticket is None:
+            self._ticket = self._submit()
+            self._ticket.future.add_done_callback(lambda _: self._pieces.put(None))
+        try:
+            piece = self._pieces.get()
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+        if piece is not None:
+            return piece
+        cancelled, self._closed = self._closed, True
+        completion = self._ticket.future.result()
+        if not cancelled:
+            self._done(completion)
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop generating; the request's pages come back within one token."""
+        self._closed = True
+        if self._ticket is not None:
+            _give_up(self._ticket)
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self.close()
 
 
 async def arun(engine: Engine, layout: PromptLayout, sampling: SamplingParams) -> Completion:
@@ -46,7 +77,9 @@ async def arun(engine: Engine, layout: PromptLayout, sampling: SamplingParams) -
         _give_up(ticket)
 
 
-async def astream(engine: Engine, layout: PromptLayout, sampling: SamplingParams, done: Done) -> AsyncIterator[str]:
+async def astream(
+    engine: Engine, layout: PromptLayout, sampling: SamplingParams, done: Done
+) -> AsyncGenerator[str, None]:
     """`stream` for `async for`."""
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[str | None] = asyncio.Queue()

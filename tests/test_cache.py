@@ -98,7 +98,7 @@ def test_a_budget_below_one_page_is_refused() -> None:
 def test_least_recently_used_goes_first_and_pinned_or_leased_stay() -> None:
     cache = ChunkCache(make_pool(4), LRU())
     a, b, c = (add(cache, i, 4) for i in range(3))
-    cache.release(cache.lease(a))  # a is used after b and c
+    cache.used(a)  # after b and c
     c_lease = cache.lease(c)
     evicted = []
     cache._on_evict = lambda entry: evicted.append(entry.chunk.id)
@@ -122,8 +122,9 @@ def test_nothing_unfinished_is_visible_and_token_ids_are_compared() -> None:
     assert chunk.id not in cache
     cache.publish(entry)
     assert cache.lookup(chunk) is entry
-    assert cache.lookup(Chunk(chunk.id, (9,) * 6, 0)) is None
-    assert cache.lookup(Chunk(chunk.id, chunk.token_ids, 3)) is None
+    for other in (Chunk(chunk.id, (9,) * 6, 0), Chunk(chunk.id, chunk.token_ids, 3)):
+        with pytest.raises(ConfigError, match="other tokens"):
+            cache.lookup(other)
     assert cache.check() == []
 
 

@@ -1,0 +1,161 @@
+"""Keeping a runtime: opening a store folder for one runtime, writing it, verifying it, and building from it again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from lazy_rag.building import Parts, Settings
+from lazy_rag.errors import StoreError
+from lazy_rag.keys import ChunkId
+from lazy_rag.layout import Chunk
+from lazy_rag.retriever import Retriever
+from lazy_rag.store import KVRecords, Manifest, lock_folder, open_folder, read_manifest, write_manifest
+
+
+class OpenStore:
+    """A store folder held by one runtime: created where absent, locked until `close`. A context manager."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = open_folder(_as_path(folder))
+        self._lock = lock_folder(self.folder)
+        try:
+            self.manifest = read_manifest(self.folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def require(self, key_space: str) -> None:
+        """Raises StoreError when it was made under other conditions, so that none of its ids could ever match."""
+        if self.manifest is not None and self.manifest.key_space != key_space:
+            raise StoreError(
+                f"the store {str(self.folder)!r} was made with another model, tokenizer, dtype, page size or prefix "
+                f"(model {self.manifest.model!r}, options {self.manifest.options}): open it with those, or use another"
+            )
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        write_manifest(self.folder, manifest)
+        self.manifest = manifest
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def __enter__(self) -> OpenStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _as_path(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
+        raise StoreError(f"{folder!r} is no path of a folder")
+    return Path(folder)
+
+
+def same_folder(a: str | Path, b: Path) -> bool:
+    return _as_path(a).resolve() == b.resolve()
+
+
+def make_manifest(
+    parts: Parts,
+    settings: Settings,
+    *,
+    model: Any,
+    embedder: Any,
+    tokenizer: Any,
+    **options: Any,
+) -> Manifest:
+    """What `load_arguments` needs to build the runtime again. Live objects are noted as needed, not stored."""
+    given = {"model": model, "embedder": embedder, "tokenizer": tokenizer}
+    needed = [name for name, value in given.items() if not isinstance(value, str | os.PathLike | None)]
+    texts = {name: None if value is None else str(value) for name, value in {**given, **options}.items()}
+    return Manifest(
+        key_space=parts.keys.id,
+        model=None if "model" in needed else texts["model"],
+        options={
+            **{name: text for name, text in texts.items() if name != "model" and name not in needed},
+            "prefix": settings.prefix,
+            "separator": settings.separator,
+            "namespace": settings.namespace,
+            "page_size": settings.page_size,
+            "max_context": settings.max_context,
+            "dtype": str(parts.model.dtype).removeprefix("torch."),
+            "needs": ",".join(needed),
+        },
+    )
+
+
+def load_arguments(directory: str | Path, model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for a Runtime over an existing store; `model` and `options` override what is stored."""
+    folder = _as_path(directory)
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    if manifest is None:
+        raise StoreError(f"there is no store in {str(folder)!r}")
+    stored = dict(manifest.options)
+    given = {**options, **({} if model is None else {"model": model})}
+    missing = [name for name in str(stored.pop("needs", "")).split(",") if name and name not in given]
+    if missing:
+        raise StoreError(f"the store was made with a live {' and '.join(missing)}: pass it to Runtime.load")
+    if "model" in given and not isinstance(given["model"], str | os.PathLike):
+        for name in ("revision", "adapter", "dtype"):
+            stored.pop(name, None)  # a live model brings its own
+    return {"model": manifest.model, **stored, "store": folder, **given}
+
+
+def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: Retriever, *, progress: bool) -> None:
+    """Write catalog, index and the KV of every resident chunk a document holds; drop records of chunks no longer held.
+
+    Each record is written between two steps of the engine, so that no deletion can come between reading and writing.
+    """
+    engine, records = parts.engine, KVRecords(target.folder, parts.layout, parts.keys.id)
+    retriever.save(target.folder)
+    resident = engine.call(lambda: [entry.chunk for entry in engine.cache]).result()
+    held = _held(parts, retriever)
+    for chunk in tqdm([c for c in resident if c.id in held], desc="save", unit="chunk", disable=not progress):
+        engine.call(lambda chunk=chunk: engine.residency.write_record(chunk, records)).result()  # type: ignore[misc]
+    # evicted chunks of this runtime's own store belong to a copy too
+    if parts.records is not None and parts.records.folder != target.folder:
+        for chunk in _chunks(parts, retriever, held):
+            pages = parts.records.load(chunk)
+            if pages is not None:
+                records.save(chunk, pages)
+    still_held = _held(parts, retriever)
+    for chunk_id in records.ids():
+        if chunk_id not in still_held:
+            records.delete(chunk_id)
+    target.write_manifest(manifest)
+
+
+def _held(parts: Parts, retriever: Retriever) -> set[ChunkId]:
+    """Ids of every chunk a document holds, and of the encode prefix."""
+    held = {ChunkId(i) for i in retriever.chunk_ids()}
+    return held if parts.prefix is None else held | {parts.prefix.id}
+
+
+def _chunks(parts: Parts, retriever: Retriever, ids: set[ChunkId]) -> list[Chunk]:
+    return [parts.chunker.chunk(record) for record in retriever.records(sorted(ids)).values()]
+
+
+def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str]:
+    """See `Runtime.check_store`. Chunks added or deleted meanwhile are no problem."""
+    problems = retriever.check(repair=repair)
+    records = parts.records
+    if records is None:
+        return problems
+    ids = set(records.ids())
+    chunks = {chunk.id: chunk for chunk in _chunks(parts, retriever, ids)}
+    if parts.prefix is not None:
+        chunks[parts.prefix.id] = parts.prefix
+    for chunk_id in sorted(ids):
+        if chunk_id in chunks:
+            if records.load(chunks[chunk_id]) is None and chunk_id in records.quarantined:
+                problems.append(f"the record of chunk {chunk_id} was bad; set aside, it will be computed again")
+        elif records.path(chunk_id).exists() and chunk_id not in _held(parts, retriever):
+            problems.append(f"a record is there for chunk {chunk_id}, which no document holds")
+            if repair:
+                records.delete(chunk_id)
+    return problems

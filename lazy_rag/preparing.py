@@ -1,0 +1,187 @@
+"""From a call's arguments to a checked prompt: everything that can be wrong with a request is found here, before any
+page is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+from lazy_rag.answer import Source
+from lazy_rag.assembly import Placed, as_history, as_messages, as_range
+from lazy_rag.building import Parts
+from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
+from lazy_rag.keys import ChunkId
+from lazy_rag.layout import ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
+from lazy_rag.prompt import Message
+from lazy_rag.retriever import ChunkRecord, Hit, Retriever
+from lazy_rag.sampling import SamplingParams
+
+Piece = str | ChunkRange | Live
+
+
+class RequestOptions(TypedDict, total=False):
+    """What every way of asking takes.
+
+    system:    system text of this request; changing it encodes no chunk
+    history:   earlier messages, Message objects or dicts with "role" and "content"
+    sampling:  how to choose tokens
+    repair:    "none", "head" or "exact"
+    namespace: whose chunks may be used
+    """
+
+    system: str | None
+    history: Sequence[Message | dict[str, str]] | None
+    sampling: SamplingParams | None
+    repair: str | None
+    namespace: str | None
+
+
+class QueryOptions(RequestOptions, total=False):
+    """RequestOptions, and `filter`: conditions on metadata, applied before top-k."""
+
+    filter: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request, not yet submitted."""
+
+    layout: PromptLayout
+    sampling: SamplingParams
+    sources: tuple[Source, ...]
+    retrieve: float  # seconds spent finding the chunks
+
+
+class Preparer:
+    """Checks requests of one runtime and lays out their prompts. Thread-safe: it holds no state of its own."""
+
+    def __init__(self, parts: Parts, retriever: Retriever, *, namespace: str, repair: str) -> None:
+        self._parts = parts
+        self._retriever = retriever
+        self._namespace = namespace
+        self._repair = known_repair(repair)
+
+    def space(self, namespace: str | None) -> str:
+        """The namespace of a call."""
+        if namespace is not None and not isinstance(namespace, str):
+            raise ConfigError(f"namespace={namespace!r} must be a string")
+        return self._namespace if namespace is None else namespace
+
+    def retrieve(self, query: str, k: int, condition: Mapping[str, Any] | None, namespace: str | None) -> list[Hit]:
+        if not isinstance(query, str) or not query.strip():
+            raise EmptyQuestionError("the question has no text")
+        return self._retriever.search(query, k, namespace=self.space(namespace), filter=condition)
+
+    def query(self, question: str, k: int, options: QueryOptions) -> Prepared:
+        """A question with the chunks found for it. What was found is used even if it is deleted meanwhile."""
+        started = time.perf_counter()
+        rest: RequestOptions = {key: value for key, value in options.items() if key != "filter"}  # type: ignore[assignment]
+        hits = self.retrieve(question, k, options.get("filter"), options.get("namespace"))
+        found = time.perf_counter() - started
+        space = self.space(options.get("namespace"))
+        placed = [Placed(self._chunk(ChunkRecord(h.chunk_id, space, h.text, h.token_ids))) for h in hits]
+        sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata) for h in hits]
+        return replace(self._lay_out(question, placed, sources, rest), retrieve=found)
+
+    def chat(
+        self, messages: str | Sequence[Message | dict[str, str]], chunk_ids: Sequence[Piece], options: RequestOptions
+    ) -> Prepared:
+        question, earlier = as_messages(messages)
+        history = [*as_history(options.get("history") or ()), *earlier]
+        return self.request(question, chunk_ids, {**options, "history": history})
+
+    def request(self, question: str | PromptLayout, chunk_ids: Sequence[Piece], options: RequestOptions) -> Prepared:
+        """A question with given chunks, or a layout made before."""
+        if isinstance(question, PromptLayout):
+            if chunk_ids or any(options.get(name) for name in ("system", "history", "namespace")):
+                raise ConfigError("a layout already holds its chunks, system text and history: give only the layout")
+            return self._finish(self._own(question), options, options.get("repair") or "none", [])
+        space = self.space(options.get("namespace"))
+        sources: list[Source] = []
+        return self._lay_out(question, self._placed(chunk_ids, space, sources), sources, options)
+
+    def _lay_out(
+        self, question: str, pieces: Sequence[Placed | Live], sources: list[Source], options: RequestOptions
+    ) -> Prepared:
+        layout = self._parts.assembler.layout(
+            question,
+            pieces,
+            system=options.get("system"),
+            history=as_history(options.get("history") or ()),
+            max_tokens=self._sampling(options).max_tokens,
+        )
+        repair = options.get("repair")
+        return self._finish(layout, options, self._repair if repair is None else repair, sources)
+
+    def _finish(self, layout: PromptLayout, options: RequestOptions, repair: str, sources: list[Source]) -> Prepared:
+        layout = repair_layout(layout, repair)
+        room = self._parts.max_context - len(layout)
+        if room < 1:
+            raise ContextOverflowError(
+                f"the layout takes {len(layout)} tokens, the context is {self._parts.max_context}"
+            )
+        sampling = self._sampling(options)
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        # dropped pieces are the last ones, so what is left of the sources are the first
+        kept = sources[: len(sources) - len(layout.dropped)]
+        return Prepared(layout, sampling, tuple(kept), 0.0)
+
+    def _sampling(self, options: RequestOptions) -> SamplingParams:
+        sampling = options.get("sampling")
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise ConfigError(f"sampling={sampling!r} must be SamplingParams")
+        return (sampling or SamplingParams()).resolve(self._parts.model.model.generation_config)
+
+    def _placed(self, chunk_ids: Sequence[Piece], namespace: str, sources: list[Source]) -> list[Placed | Live]:
+        if isinstance(chunk_ids, str) or not isinstance(chunk_ids, Sequence):
+            raise ConfigError("chunk_ids takes a list; for one chunk pass [id]")
+        parts = [piece if isinstance(piece, Live) else as_range(piece) for piece in chunk_ids]
+        pieces: list[Placed | Live] = []
+        for part in parts:
+            if isinstance(part, Live):
+                pieces.append(part)
+                continue
+            record = self._retriever.chunk(part.chunk_id)
+            if record.namespace != namespace:
+                raise UnknownChunkError(f"no chunk {part.chunk_id!r} in namespace {namespace!r}")
+            placed = Placed(self._chunk(record), part.start, part.length)
+            if placed.start >= len(placed.chunk) or placed.start + placed.tokens > len(placed.chunk):
+                raise ConfigError(f"{part} reaches beyond the chunk's {len(placed.chunk)} tokens")
+            pieces.append(placed)
+            sources.append(Source(part.chunk_id, record.text))
+        return pieces
+
+    def _chunk(self, record: ChunkRecord) -> Any:
+        return self._parts.chunker.chunk(record)
+
+    def _own(self, layout: PromptLayout) -> PromptLayout:
+        """Check a layout built elsewhere: its chunk ids and offsets only fit the runtime it was built for.
+
+        The deltas are left as they are: research moves them on purpose.
+        """
+        parts, prefix = self._parts, self._parts.prefix
+        if layout.prefix != prefix or layout.page_size != parts.engine.pool.page_size:
+            raise ConfigError("this layout was built for another runtime: its prefix or page size differ")
+        if not layout.items or not isinstance(layout.items[-1], LiveRun):
+            raise ConfigError("a prompt must end with live tokens: the last one's logits give the first new token")
+        position, vocabulary = 0, parts.model.config.vocab_size
+        for item in layout.items:
+            if item.offset != position or item.length < 1:
+                raise ConfigError(f"the layout's pieces do not lie end to end at position {position}")
+            position += item.length
+            if isinstance(item, LiveRun):
+                tokens = item.token_ids
+            else:
+                chunk = layout.chunks.get(item.chunk_id)
+                base = 0 if prefix is None or item.chunk_id == prefix.id else len(prefix)
+                if chunk is None or chunk.id != item.chunk_id or chunk.base != base:
+                    raise ConfigError(f"the layout does not hold chunk {item.chunk_id} as this runtime would encode it")
+                if item.start % layout.page_size or item.start < 0 or item.start + item.length > len(chunk):
+                    raise ConfigError(f"{item} is no range of its chunk's {len(chunk)} tokens")
+                tokens = chunk.token_ids
+            if not all(0 <= token < vocabulary for token in tokens):
+                raise ConfigError(f"the layout holds token ids outside the vocabulary of {vocabulary}")
+        return layout
