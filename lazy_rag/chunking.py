@@ -35,6 +35,8 @@ class Chunker:
 
     def record(self, text: str, namespace: str) -> ChunkRecord:
         """The chunk of a text, as the catalog stores it."""
+        if not isinstance(text, str):
+            raise ConfigError(f"a chunk's text must be a string, not {text!r}")
         stripped = text.strip()
         if not stripped:
             raise ConfigError("a chunk has no text")
@@ -51,6 +53,8 @@ class Chunker:
 
     def split(self, documents: Sequence[Document], namespace: str, chunk_tokens: int) -> list[list[ChunkRecord]]:
         """The chunks of each document, each at most `chunk_tokens` long with its separator."""
+        if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int):
+            raise ConfigError(f"chunk_tokens={chunk_tokens!r} must be a whole number")
         room = chunk_tokens - len(self._separator)
         if room < 1 or chunk_tokens > self._max_tokens:
             raise ConfigError(

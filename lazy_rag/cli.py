@@ -81,6 +81,8 @@ def ask(
 ) -> None:
     """Answer one question about documents, and show what the answer cost."""
     *paths, question = arguments
+    if not question.strip():
+        raise typer.BadParameter("the question has no text")
     with _reported(), _session(paths, k, model, store, max_tokens, as_json) as session:
         session.ask(question)
 
@@ -228,6 +230,8 @@ def _turn(session: Session, line: str) -> None:
 
 def _lines(as_json: bool) -> Iterator[str]:
     """What the user types, until /quit or the end of input."""
+    if sys.stdin is None:
+        return  # closed by the caller: nothing will ever be typed
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):

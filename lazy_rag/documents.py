@@ -83,6 +83,8 @@ def _as_list(sources: Any) -> list[Any]:
 def _per_source(values: Sequence[Any] | None, count: int, what: str) -> list[Any]:
     if values is None:
         return [None] * count
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise DocumentError(f"{what} must be a list with one entry for each source, not {values!r}")
     if len(values) != count:
         raise DocumentError(f"{what} has {len(values)} entries for {count} sources")
     return list(values)

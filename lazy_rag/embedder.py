@@ -96,8 +96,13 @@ class Embedder:
         return normalise_rows(vectors)
 
     def _call(self, texts: list[str]) -> NDArray[Any]:
-        with self._lock:
-            raw = self._model.encode(texts)
+        # half a surrogate pair (bytes that were not UTF-8) is no text to a tokenizer
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]
+        try:
+            with self._lock:
+                raw = self._model.encode(texts)
+        except Exception as error:
+            raise RetrieverError(f"embedder {self.name!r} failed: {type(error).__name__}: {error}") from error
         if callable(getattr(raw, "detach", None)):
             raw = raw.detach().float().cpu().numpy()
         try:

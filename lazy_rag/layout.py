@@ -61,10 +61,10 @@ class ChunkRange:
     def __post_init__(self) -> None:
         numbers = (self.start,) if self.length is None else (self.start, self.length)
         whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
-        if not isinstance(self.chunk_id, str) or not whole or self.start < 0 or (self.length or 1) < 1:
+        if not isinstance(self.chunk_id, str) or not whole or min(numbers) < 0 or self.length == 0:
             raise ConfigError(
-                f"{self.chunk_id!r}, {self.start!r}, {self.length!r} is no ChunkRange: it takes a chunk id, a start of at "
-                "least 0 and a length of at least 1"
+                f"{self.chunk_id!r}, {self.start!r}, {self.length!r} is no ChunkRange: it takes a chunk id, a start "
+                "of at least 0 and a length of at least 1"
             )
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import struct
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from platformdirs import user_cache_path
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lazy_rag.errors import ConfigError, ModelLoadError
@@ -38,9 +40,15 @@ def load_model(
     Raises ModelLoadError when it cannot be found or read, ConfigError when arguments do not go together.
     """
     if isinstance(model, torch.nn.Module):
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(f"a live model must be a transformers model, not {type(model).__name__}")
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ConfigError("a live model needs its tokenizer object: Runtime(model, tokenizer=tokenizer)")
+        if any(value is not None for value in (revision, adapter, quantization_config)):
+            raise ConfigError("revision, adapter and quantization_config are for models loaded by name")
         return model, tokenizer
+    if not isinstance(model, str | Path):
+        raise ConfigError(f"model={model!r} is no name, path or transformers model")
     source = _find(str(model))
     if source.suffix == ".gguf":
         source = converted_gguf(source)
@@ -48,8 +56,9 @@ def load_model(
     try:
         loaded_tokenizer: Any = tokenizer
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            # a revision belongs to the model's repository, not to a tokenizer from elsewhere
             loaded_tokenizer = AutoTokenizer.from_pretrained(
-                str(tokenizer or source), trust_remote_code=False, **options
+                str(tokenizer or source), trust_remote_code=False, **({} if tokenizer else options)
             )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(source),
@@ -60,15 +69,23 @@ def load_model(
             **options,
         )
         if adapter is not None:
+            _require_safe_adapter(Path(adapter))
             loaded.load_adapter(str(adapter))
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelLoadError(f"cannot load {str(model)!r}: {error}") from error
     return (loaded if quantization_config is not None else loaded.to(device=device)), loaded_tokenizer
+
+
+def _require_safe_adapter(folder: Path) -> None:
+    """A local adapter must be safetensors: its other form is a pickle."""
+    if folder.is_dir() and not (folder / "adapter_model.safetensors").is_file():
+        raise ModelLoadError(f"the adapter {str(folder)!r} has no adapter_model.safetensors")
 
 
 def _find(name: str) -> Path:
     """A local path, the file behind a packaged alias, or the hub id as it is."""
     if name not in PACKAGED:
+        name = os.path.expanduser(name)
         if not os.path.exists(name) and (name.startswith((".", "/", "~")) or name.endswith(".gguf")):
             raise ModelLoadError(f"no model at {name!r}")
         return Path(name)
@@ -112,7 +129,7 @@ def _convert(path: Path, target: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=torch.float32, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, ImportError, RuntimeError, struct.error) as error:
         raise ModelLoadError(f"cannot read the GGUF file {str(path)!r}: {error}") from error
     # the weights are plain float32 now; these marks would make transformers refuse to save them
     del model.config.quantization_config

@@ -55,6 +55,12 @@ class Prepared:
     retrieve: float  # seconds spent finding the chunks
 
 
+def known_namespace(namespace: str) -> str:
+    if not isinstance(namespace, str) or namespace != namespace.encode("utf-8", "replace").decode():
+        raise ConfigError(f"namespace={namespace!r} must be a string of whole characters")
+    return namespace
+
+
 class Preparer:
     """Checks requests of one runtime and lays out their prompts. Thread-safe: it holds no state of its own."""
 
@@ -66,9 +72,7 @@ class Preparer:
 
     def space(self, namespace: str | None) -> str:
         """The namespace of a call."""
-        if namespace is not None and not isinstance(namespace, str):
-            raise ConfigError(f"namespace={namespace!r} must be a string")
-        return self._namespace if namespace is None else namespace
+        return self._namespace if namespace is None else known_namespace(namespace)
 
     def retrieve(self, query: str, k: int, condition: Mapping[str, Any] | None, namespace: str | None) -> list[Hit]:
         if not isinstance(query, str) or not query.strip():

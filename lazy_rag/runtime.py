@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, make_answer
@@ -30,14 +31,14 @@ from lazy_rag.building import Settings, build
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
-from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError
+from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, UnknownChunkError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, known_repair
 from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import OpenStore, check_store, load_arguments, make_manifest, same_folder, write_store
 from lazy_rag.policy import EvictionPolicy, make_policy
-from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions
+from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions, known_namespace
 from lazy_rag.prompt import Message
 from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
@@ -106,9 +107,9 @@ class Runtime:
         self._process = os.getpid()
         self._closing = threading.Lock()
         self._progress = bool(progress)
-        live = isinstance(model, torch.nn.Module)
-        if live and device is not None and torch.device(device) != model.device:
-            raise ConfigError(f"the model is on {model.device}: move it, or leave device out")
+        live = isinstance(model, PreTrainedModel)
+        if live and device not in (None, model.device, model.device.type):
+            raise ConfigError(f"the model is on {model.device}, not on {device!r}: move it, or leave device out")
         settings = Settings.of(
             device=model.device if live else device,
             dtype=dtype,
@@ -123,6 +124,7 @@ class Runtime:
             max_queue=max_queue,
         )
         known_repair(repair)
+        known_namespace(namespace)
         policy = make_policy(policy)
         if live and dtype is not None and settings.dtype != model.dtype:
             raise ConfigError(f"the model is {model.dtype}: convert it, or leave dtype out")
@@ -384,7 +386,10 @@ class Runtime:
     def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> None:
         """Delete documents or chunks by id: vector, text and KV, in memory and on disk."""
         self._require_open()
-        removed = self._retriever.delete(list(_listed(ids, "ids")), namespace=self._preparer.space(namespace)).removed
+        gone = list(_listed(ids, "ids"))
+        if not all(isinstance(i, str) for i in gone):
+            raise UnknownChunkError("document and chunk ids are strings")
+        removed = self._retriever.delete(gone, namespace=self._preparer.space(namespace)).removed
         self._forget(removed)
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
@@ -394,6 +399,8 @@ class Runtime:
     def chunk(self, chunk_id: str) -> Chunk:
         """An added chunk, for building layouts by hand. Raises UnknownChunkError."""
         self._require_open()
+        if not isinstance(chunk_id, str):
+            raise UnknownChunkError(f"{chunk_id!r} is no chunk id")
         return self._parts.chunker.chunk(self._retriever.chunk(chunk_id))
 
     @property

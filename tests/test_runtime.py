@@ -987,3 +987,62 @@ def test_equal_texts_keep_their_own_metadata(runtime: Runtime) -> None:
     assert ids[0] == ids[1]
     for page in (1, 2):
         assert [hit.metadata["page"] for hit in runtime.retrieve("same", filter={"page": page})] == [page]
+
+
+def test_input_of_wrong_types_is_refused_in_words(runtime: Runtime, tmp_path: Path) -> None:
+    """Each of these once escaped as a TypeError, AttributeError or worse."""
+    ids = runtime.add_chunks(TEXTS)
+    garbage = tmp_path / "garbage.gguf"
+    garbage.write_bytes(b"GGUF" + b"\x03\x00\x00")
+    calls = [
+        lambda: runtime.generate("Q", None),
+        lambda: runtime.generate("Q", 5),
+        lambda: runtime.generate("Q", sampling={"max_tokens": 3}),
+        lambda: runtime.chat("Q", history=5),
+        lambda: ChunkRange(ids[0], 8.0, 3),
+        lambda: ChunkRange(ids[0], -8),
+        lambda: ChunkRange(ids[0], 0, 0),
+        lambda: ChunkRange(b"x"),
+        lambda: runtime.generate("Q", [ChunkRange(ids[0], 0, 10**9)]),
+        lambda: runtime.chunk(b"x"),
+        lambda: runtime.chunk([1]),
+        lambda: runtime.prefetch([b"x"]),
+        lambda: runtime.pin(5),
+        lambda: runtime.pin(ids[0]),
+        lambda: runtime.unpin(None),
+        lambda: runtime.delete(5),
+        lambda: runtime.delete(None),
+        lambda: runtime.delete([[1]]),
+        lambda: runtime.explain("x"),
+        lambda: runtime.save(5),
+        lambda: runtime.save("a\0b"),
+        lambda: runtime.retrieve("Q", namespace="\ud800"),
+        lambda: runtime.add_chunks([5]),
+        lambda: runtime.add_chunks(5),
+        lambda: runtime.add_chunks(["z"], ids=5),
+        lambda: runtime.add_chunks(["z"], metadata=[5]),
+        lambda: runtime.add_documents("some text", ids=5),
+        lambda: runtime.add_documents("some text", metadata=5),
+        lambda: runtime.add_documents("some text", chunk_tokens="5"),
+        lambda: Runtime.load(5),
+        lambda: Runtime(5),
+        lambda: Runtime(torch.nn.Linear(2, 2)),
+        lambda: Runtime(str(garbage), embedder=None),
+        lambda: make_runtime(device="foo"),
+        lambda: make_runtime(dtype="foo"),
+        lambda: make_runtime(namespace=5),
+        lambda: make_runtime(cache_bytes=2**70),
+        lambda: make_runtime(store=5),
+        lambda: make_runtime(adapter="somewhere"),
+        lambda: LayoutBuilder(runtime.prefix, PAGE).live(5),
+        lambda: LayoutBuilder(runtime.prefix, PAGE).segment("x"),
+    ]
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except LazyRAGError as error:
+            assert str(error), number
+        else:
+            pytest.fail(f"call {number} raised nothing")
+    assert runtime.chat("Q", history=None, sampling=SHORT).text
+    assert runtime.query("half a \ud83d pair", sampling=SHORT).text
