@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import random
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from benchmarks.common import Timing, finish, host_rates, machine, measure
 from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
@@ -80,21 +82,30 @@ def stock_first_token(stock: PreTrainedModel, layout: PromptLayout) -> Any:
         return int(stock(input_ids=ids, use_cache=True, logits_to_keep=1).logits[0, -1].argmax())
 
 
-def stock_decode_rate(stock: PreTrainedModel, layout: PromptLayout, runs: int) -> float:
-    """Tokens per second of `generate` after the first token."""
+def decode_rates(runtime: Runtime, stock: PreTrainedModel, layout: PromptLayout, runs: int) -> tuple[float, float]:
+    """Tokens per second after the first token: this runtime, and stock `generate`. Taken in turns, so that a machine
+    whose speed drifts treats both alike; medians."""
+    sampling = SamplingParams(max_tokens=NEW_TOKENS + 1, temperature=0, ignore_eos=True)
     ids = torch.tensor([layout.token_ids()])
     options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
-    one = measure(lambda: stock.generate(ids, max_new_tokens=1, **options), runs=runs).median
-    many = measure(lambda: stock.generate(ids, max_new_tokens=NEW_TOKENS + 1, **options), runs=runs).median
-    return NEW_TOKENS / (many - one)
-
-
-def decode_rate(runtime: Runtime, layout: PromptLayout, runs: int) -> float:
-    sampling = SamplingParams(max_tokens=NEW_TOKENS + 1, temperature=0, ignore_eos=True)
-    seconds = []
+    ours, theirs = [], []
     for _ in range(runs + 1):
-        seconds.append(runtime.generate(layout, sampling=sampling).receipt.times.decode)
-    return NEW_TOKENS / sorted(seconds[1:])[len(seconds[1:]) // 2]
+        ours.append(runtime.generate(layout, sampling=sampling).receipt.times.decode)
+        clock = StepClock()
+        stock.generate(ids, max_new_tokens=NEW_TOKENS + 1, logits_processor=LogitsProcessorList([clock]), **options)
+        theirs.append(clock.times[-1] - clock.times[0])
+    return NEW_TOKENS / statistics.median(ours[1:]), NEW_TOKENS / statistics.median(theirs[1:])
+
+
+class StepClock(LogitsProcessor):
+    """Notes when each token's logits are there; between the first and the last lie the decode steps."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return scores
 
 
 def floors(stock: PreTrainedModel, layout: PromptLayout) -> dict[str, float]:
@@ -149,7 +160,7 @@ def main() -> None:
             "titles": measure(lambda: first_token(runtime, titled), runs=2 * runs),
             "same live at the end": measure(lambda: first_token(runtime, at_end), runs=2 * runs),
         }
-        ours, theirs = decode_rate(runtime, same, runs), stock_decode_rate(stock, same, runs)
+        ours, theirs = decode_rates(runtime, stock, same, runs)
     report(times, floor, ours, theirs, worst)
 
 

@@ -8,6 +8,7 @@ outside a segment's length, so whatever lies in page tails cannot reach a result
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -124,8 +125,8 @@ def segment_attention(
         for start in range(0, state.rows.stop - state.rows.start, block):
             rows = slice(state.rows.start + start, min(state.rows.start + start + block, state.rows.stop))
             local = slice(start, start + rows.stop - rows.start)
-            turned = _turn_rows(q[rows].to(wide), state, plan, rotation, angles)
-            scores = _scores(turned, k, state, scaling)
+            grouped = q[rows].to(wide).mul(scaling).unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+            scores = _scores(_turned(grouped, state, plan, rotation, angles), k, state)
             result, total = _softmax_values(scores, v, mask.block(local), heads // kv_heads, softcap, sinks, return_lse)
             out[rows] = result
             if lse is not None and total is not None:
@@ -133,30 +134,25 @@ def segment_attention(
     return out, lse
 
 
-def _turn_rows(
-    q: Tensor, state: SequenceState, plan: AttentionPlan, rotation: Rotation | None, angles: SegmentAngles | None
-) -> list[Tensor]:
-    """The rows turned by -delta for each segment of the sequence: [Tr, H, D] each (`q` itself where delta is 0)."""
+def _turned(
+    grouped: Tensor, state: SequenceState, plan: AttentionPlan, rotation: Rotation | None, angles: SegmentAngles | None
+) -> Sequence[Tensor]:
+    """`grouped` [HKV, Tr * G, D] turned by -delta for each segment of the sequence (itself where delta is 0)."""
     if rotation is None or angles is None:
-        return [q] * len(state.segments)
+        return [grouped] * len(state.segments)
     moved = [s for s in state.segments if plan.seg_delta[s] != 0]
     if not moved:
-        return [q] * len(state.segments)
+        return [grouped] * len(state.segments)
     first, last = moved[0], moved[-1] + 1
-    cos, sin = (table[first:last, None, None, :].to(q.dtype) for table in angles)  # [S', 1, 1, dim / 2]
-    turned = rotate(q, cos, sin, rotation, inverse=True)  # [S', Tr, H, D]
-    return [turned[s - first] if plan.seg_delta[s] != 0 else q for s in state.segments]
+    cos, sin = (table[first:last, None, None, :].to(grouped.dtype) for table in angles)  # [S', 1, 1, dim / 2]
+    turned = rotate(grouped, cos, sin, rotation, inverse=True).unbind(0)  # S' of [HKV, Tr * G, D]
+    return [turned[s - first] if plan.seg_delta[s] != 0 else grouped for s in state.segments]
 
 
-def _scores(turned: list[Tensor], k: Tensor, state: SequenceState, scaling: float) -> Tensor:
-    """[HKV, Tr * G, L] scaled scores; rows of one token are its G query heads. `k` is [HKV, D, L]."""
-    kv_heads = k.shape[0]
-    num_rows, heads, dim = turned[0].shape
-    parts = []
-    for i, q in enumerate(turned):
-        grouped = q.view(num_rows, kv_heads, heads // kv_heads, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
-        parts.append(torch.matmul(grouped, k[:, :, state.bounds[i] : state.bounds[i + 1]]))
-    return torch.cat(parts, dim=-1).mul_(scaling)
+def _scores(turned: Sequence[Tensor], k: Tensor, state: SequenceState) -> Tensor:
+    """[HKV, Tr * G, L] scores; the rows of one token are its G query heads. `k` is [HKV, D, L]."""
+    lengths = [b - a for a, b in zip(state.bounds, state.bounds[1:], strict=False)]
+    return torch.cat([torch.bmm(q, part) for q, part in zip(turned, k.split(lengths, dim=2), strict=True)], dim=-1)
 
 
 def _softmax_values(
@@ -176,7 +172,7 @@ def _softmax_values(
     weights = torch.softmax(scores, dim=-1)
     if mask.blank_rows and sinks is None:
         weights = torch.nan_to_num(weights)
-    out = torch.matmul(weights[..., :length], v)  # [HKV, Tr * G, Dv]
+    out = torch.bmm(weights[..., :length], v)  # [HKV, Tr * G, Dv]
     return _heads_last(out, group), None if lse is None else _heads_last(lse, group).squeeze(-1)
 
 

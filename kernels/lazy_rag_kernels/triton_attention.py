@@ -13,6 +13,7 @@ from lazy_rag_kernels.ops import KernelError
 from lazy_rag_kernels.plan import AttentionPlan, LayerPages, Rotation, SegmentAngles
 from lazy_rag_kernels.triton_kernels import merge_kernel, partial_kernel
 from lazy_rag_kernels.triton_schedule import (
+    PROGRAM_FIELDS,
     TILE_FIELDS,
     WORK_FIELDS,
     HeadShape,
@@ -31,8 +32,8 @@ OPERANDS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float3
 if INTERPRETED:
     # the interpreter multiplies bfloat16 as raw integers
     OPERANDS |= {torch.bfloat16: tl.float32, torch.float64: tl.float64}
-# partial results merged in one go
-MOST_MERGED = 16
+# (warps, partial results merged in one go): few programs want short chains of loads, many want to be light
+FEW_MERGES, MANY_MERGES = (4, 64), (1, 16)
 
 
 def prepare(plan: AttentionPlan, stored_positions: Tensor) -> TritonState:
@@ -49,7 +50,7 @@ def prepare(plan: AttentionPlan, stored_positions: Tensor) -> TritonState:
             )
     if stored_positions.ndim != 2 or stored_positions.shape[1] != plan.page_size:
         raise KernelError(f"stored_positions {tuple(stored_positions.shape)} must be [N, {plan.page_size}]")
-    return TritonState(plan, stored_positions, device_limits(plan.device))
+    return TritonState(plan, plan.pages.to(torch.int32), stored_positions, device_limits(plan.device))
 
 
 def segment_attention(
@@ -68,6 +69,8 @@ def segment_attention(
     """See `ops.segment_attention`. Scores, softmax and merge in float32 (or float64), products in q's dtype."""
     state: TritonState = plan.state
     _check(q, pages, plan, rotation, angles, sinks)
+    if scaling <= 0:
+        raise KernelError(f"scaling must be positive, it is {scaling}")
     num_rows, heads, k_dim = q.shape
     kv_heads, v_dim = pages.v.shape[2:]
     schedule = state.schedule(HeadShape(heads // kv_heads, kv_heads, k_dim, v_dim, q.element_size()))
@@ -89,8 +92,11 @@ def segment_attention(
         for slab in schedule.slabs:
             part_out = torch.empty(slab.places, kv_heads, schedule.tile.block_m, v_dim, dtype=wide, device=q.device)
             part_lse = torch.empty(part_out.shape[:-1], dtype=wide, device=q.device)
-            _launch_partial(q, pages, state, schedule, slab, part_out, part_lse, layer)
-            _launch_merge(part_out, part_lse, schedule, slab, sinks, out, lse)
+            reload = schedule.tile.reload_q and angles is not None
+            shape = (slab.places, kv_heads, schedule.tile.block_m, padded(k_dim))
+            turned = torch.empty(shape, dtype=q.dtype, device=q.device) if reload else None
+            _launch_partial(q, pages, state, schedule, slab, turned, part_out, part_lse, layer)
+            _launch_merge(part_out, part_lse, state, schedule, slab, sinks, out, lse)
     return out, lse
 
 
@@ -100,21 +106,24 @@ def _launch_partial(
     state: TritonState,
     schedule: Schedule,
     slab: Slab,
+    turned: Tensor | None,
     part_out: Tensor,
     part_lse: Tensor,
     layer: dict[str, Any],
 ) -> None:
     _, kv_heads, block_m, v_dim = part_out.shape
-    if slab.num_work == 0:
+    if slab.places == 0:
         return
-    partial_kernel[(slab.num_work, kv_heads)](
+    partial_kernel[(slab.places, kv_heads)](
         q=q,
         k=pages.k,
         v=pages.v,
         positions=state.plan.positions,
         stored_positions=state.stored_positions,
-        pages=state.plan.pages,
+        pages=state.pages,
+        programs=slab.programs,
         work=slab.work,
+        turned=turned,
         part_out=part_out,
         part_lse=part_lse,
         q_stride_row=q.stride(0),
@@ -133,9 +142,12 @@ def _launch_partial(
         OPERAND=OPERANDS[q.dtype],
         BLOCK_M=block_m,
         BLOCK_N=schedule.tile.block_n,
+        BLOCK_MASKED=schedule.tile.block_masked,
         BLOCK_DK=padded(q.shape[2]),
         BLOCK_DV=padded(v_dim),
-        FIELDS=WORK_FIELDS,
+        PROGRAM_FIELDS=PROGRAM_FIELDS,
+        WORK_FIELDS=WORK_FIELDS,
+        OVERLAPPED=state.limits.overlaps,
         num_warps=schedule.tile.num_warps,
         num_stages=schedule.tile.num_stages,
         **layer,
@@ -145,6 +157,7 @@ def _launch_partial(
 def _launch_merge(
     part_out: Tensor,
     part_lse: Tensor,
+    state: TritonState,
     schedule: Schedule,
     slab: Slab,
     sinks: Tensor | None,
@@ -153,7 +166,9 @@ def _launch_merge(
 ) -> None:
     _, kv_heads, block_m, v_dim = part_out.shape
     heads = out.shape[1]
-    merge_kernel[(slab.num_tiles * schedule.tile.rows, heads)](
+    grid = (slab.num_tiles * schedule.tile.rows, heads)
+    num_warps, most_merged = FEW_MERGES if grid[0] * grid[1] <= state.limits.multiprocessors else MANY_MERGES
+    merge_kernel[grid](
         part_out=part_out,
         part_lse=part_lse,
         tiles=slab.tiles,
@@ -165,10 +180,12 @@ def _launch_merge(
         DV=v_dim,
         ROWS=schedule.tile.rows,
         BLOCK_M=block_m,
-        BLOCK_PARTS=min(MOST_MERGED, next_power_of_two(slab.most_places)),
+        BLOCK_PARTS=min(most_merged, next_power_of_two(slab.most_places)),
         BLOCK_DV=padded(v_dim),
         FIELDS=TILE_FIELDS,
-        num_warps=4,
+        OVERLAPPED=state.limits.overlaps,
+        num_warps=num_warps,
+        **({"launch_pdl": True} if state.limits.overlaps else {}),
     )
 
 

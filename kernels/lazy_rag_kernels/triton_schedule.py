@@ -1,17 +1,21 @@
 """Work of one step for the Triton kernels, laid out on the host from the plan's tuples alone.
 
-A row tile is a few consecutive rows of one sequence. A work item is one row tile against one part of one segment it
-sees, so that it turns its queries once and then runs a flat loop over keys. Its result goes to one place of a
-workspace; the places of a tile are consecutive, and a second kernel merges them. A slab is a group of row tiles whose
-results fit the workspace at once.
+A row tile is a few consecutive rows of one sequence. Its keys are the segments it sees, one after the other, counted in
+key blocks. They are cut into equal parts, one per program of the partial kernel, so that all programs of all tiles fill
+the device once. A part is a run of work items: each is a piece of one segment, for which a program turns its queries
+once and then runs a flat loop over keys; it keeps its softmax state from one to the next. The result of a part goes to
+one place of a workspace; the places of a tile are consecutive, and a second kernel merges them. A slab is a group of
+row tiles whose results fit the workspace at once.
 
-    work items of a slab     segment by segment, so that tiles which read the same keys run side by side
+    programs of a slab       segment by segment, so that tiles which read the same keys run side by side
+    work items of program i  work_begin[i] : work_end[i]                   in the slab's work table
     places of tile t         place_begin[t] : place_end[t]                 in the slab's workspace
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,13 +26,24 @@ from torch import Tensor
 
 from lazy_rag_kernels.plan import AttentionPlan
 
-# keys below which splitting a segment costs more in merging than it saves in latency
+# keys below which another part costs more in merging than it saves in latency
 MIN_PART_TOKENS = 128
-# warps a multiprocessor should be given, where the keys suffice (H200: 4 programs of decode, 2 of 64 live tokens)
+# what a program costs beyond its key blocks, in key blocks: start, first loads, writing its result
+PROGRAM_BLOCKS = 4
+# ways of filling the device looked at: once, twice, ...
+MOST_WAVES = 4
+# mean keys of a segment below which its start weighs
+SHORT_SEGMENT = 512
+# warps with the registers the kernel takes that fit a multiprocessor
 WARPS_PER_MULTIPROCESSOR = 8
+# shared memory a program needs beyond its query and key blocks
+SCRATCH_BYTES = 1024
 # bounds the partial results held at once
 WORKSPACE_BYTES = 256 << 20
+# what a work item's rows see of its keys; a layer with a sliding window searches in every item
+ALL_SEEN, SOME_HIDDEN, SEARCH = 0, 1, 2
 # records are padded to 16 bytes: the views of all slabs are then equally aligned, and Triton compiles one variant
+PROGRAM_FIELDS = 4
 WORK_FIELDS = 12
 TILE_FIELDS = 4
 
@@ -46,6 +61,7 @@ class HeadShape(NamedTuple):
 class DeviceLimits(NamedTuple):
     multiprocessors: int
     shared_memory: int  # bytes one program may use
+    overlaps: bool = False  # a kernel can start while the one before it still runs (programmatic dependent launch)
 
 
 class TileShape(NamedTuple):
@@ -56,12 +72,16 @@ class TileShape(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    block_masked: int  # keys of a block where some are hidden, divides block_n
+    programs: int  # that run at once on a multiprocessor
+    reload_q: bool  # turned rows go through memory, so that wgmma takes them from shared memory
 
 
 class RowTile(NamedTuple):
     start: int  # rows start : end of the step
     end: int
     segments: tuple[int, ...]  # those with keys that some row of the tile may see
+    blocks: int  # key blocks of these
     live: int  # the sequence's last segment: the only one of which the rows may see a part
     last: bool  # ends with the sequence's last row
 
@@ -69,23 +89,30 @@ class RowTile(NamedTuple):
 class WorkItem(NamedTuple):
     """One record of the work table; the kernel reads the fields in this order."""
 
-    row_start: int
-    row_end: int
     segment: int
     page_begin: int
     key_start: int
     key_end: int
     delta: int
-    trim: int  # 1: some keys may lie after every row of the tile, so look for the last visible one first
+    hidden: int  # ALL_SEEN: every row sees every key; SOME_HIDDEN: not so; SEARCH: look for the visible range first
+    row_start: int
+    row_end: int
     place: int
 
 
+class Program(NamedTuple):
+    """One record of the program table; the kernel reads the fields in this order."""
+
+    work_begin: int
+    work_end: int
+
+
 class Slab(NamedTuple):
+    programs: Tensor  # int32 [programs * PROGRAM_FIELDS]
     work: Tensor  # int32 [work items * WORK_FIELDS]
     tiles: Tensor  # int32 [row tiles * TILE_FIELDS]: row start, row end, place begin, place end
-    num_work: int
     num_tiles: int
-    places: int
+    places: int  # one per program
     most_places: int  # of one tile
 
 
@@ -102,6 +129,7 @@ class TritonState:
     """
 
     plan: AttentionPlan
+    pages: Tensor  # int32, the plan's page entries: half the registers in the kernel's loop
     stored_positions: Tensor  # int32 [N, P]
     limits: DeviceLimits
     schedules: dict[HeadShape, Schedule] = field(default_factory=dict)
@@ -118,7 +146,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
         return DeviceLimits(multiprocessors=16, shared_memory=99 << 10)
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"])
+    overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
+    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], overlaps)
 
 
 def next_power_of_two(n: int) -> int:
@@ -130,95 +159,119 @@ def padded(dim: int) -> int:
     return max(16, next_power_of_two(dim))
 
 
-def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits) -> TileShape:
+def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_segments: bool = False) -> TileShape:
     """Blocks that fit the device: as many rows as the longest sequence fills, and keys in two stages or more."""
     k_block, v_block = padded(shape.k_dim), padded(shape.v_dim)
     narrow = shape.itemsize <= 2
     wide_heads = max(k_block, v_block) > 128
     most_m = (64 if wide_heads else 128) if narrow else (16 if wide_heads else 32)
     block_m = max(16, next_power_of_two(shape.group), min(most_m, next_power_of_two(most_rows * shape.group)))
-    block_n = 64 if narrow else 32
-    room = limits.shared_memory - block_m * k_block * shape.itemsize
     token_bytes = (k_block + v_block) * shape.itemsize
+    room = limits.shared_memory - block_m * k_block * shape.itemsize - SCRATCH_BYTES
+    # measured on an H200 for decode and 64 to 256 live tokens (NOTES.md); wide heads spill on fewer warps
+    if not narrow or wide_heads:
+        block_n, num_warps, most_stages = 32 if block_m == 16 or not narrow else 64, 8 if block_m == 64 else 4, 3
+    elif block_m == 16:
+        # short segments: more programs at a time hide that each segment starts its loads anew
+        block_n, num_warps, most_stages = 32 if short_segments else 64, 2, 3
+    elif block_m == 128:
+        block_n, num_warps, most_stages = 64, 8, 4
+    else:
+        block_n, num_warps, most_stages = 64, 4, 3
     while block_n > 16 and room < 2 * block_n * token_bytes:
         block_n //= 2
-    # measured on an H200 for decode and 64 to 256 live tokens; wide heads spill on fewer
-    num_warps = 8 if wide_heads and block_m >= 64 else 2 if narrow and not wide_heads and block_m == 16 else 4
-    most_stages = 3 if block_m == 16 else 2
+    stages = max(1, min(most_stages, room // (block_n * token_bytes)))
+    used = limits.shared_memory - room + stages * block_n * token_bytes
     return TileShape(
         rows=block_m // shape.group,
         block_m=block_m,
         block_n=block_n,
         num_warps=num_warps,
-        num_stages=max(1, min(most_stages, room // (block_n * token_bytes))),
+        num_stages=stages,
+        block_masked=min(64, block_n),
+        programs=max(1, min(limits.shared_memory // used, WARPS_PER_MULTIPROCESSOR // num_warps)),
+        reload_q=limits.overlaps and narrow and block_m >= 64,
     )
 
 
 def make_schedule(plan: AttentionPlan, shape: HeadShape, limits: DeviceLimits) -> Schedule:
     """The step's work for one head shape, with its table on the plan's device (one copy)."""
     most_rows = max((end - start for start, end in pairwise(plan.row_indptr)), default=0)
-    tile = tile_shape(most_rows, shape, limits)
-    row_tiles = list(_row_tiles(plan, tile.rows))
-    part_tokens = _part_tokens(plan, row_tiles, tile, shape.kv_heads, limits)
+    seen = [length for length in plan.seg_length if length > 0]
+    tile = tile_shape(most_rows, shape, limits, short_segments=sum(seen) < SHORT_SEGMENT * len(seen))
+    row_tiles = list(_row_tiles(plan, tile))
+    part_blocks = _part_blocks(row_tiles, tile, shape.kv_heads, limits)
     place_bytes = shape.kv_heads * tile.block_m * shape.v_dim * max(4, shape.itemsize)
-    groups = _slab_groups(plan, row_tiles, part_tokens, max_places=WORKSPACE_BYTES // place_bytes)
-    tables = [_slab_tables(plan, group, part_tokens) for group in groups]
+    groups = _slab_groups(row_tiles, part_blocks, max_places=WORKSPACE_BYTES // place_bytes)
+    tables = [_slab_tables(plan, group, part_blocks, tile.block_n) for group in groups]
     flat = torch.tensor(
-        [value for work, tiles in tables for records in (work, tiles) for value in records],
+        [value for slab in tables for records in slab for value in records],
         dtype=torch.int32,
         pin_memory=plan.device.type == "cuda",
     ).to(plan.device, non_blocking=True)
     slabs, begin = [], 0
-    for work, tiles in tables:
-        middle, end = begin + len(work), begin + len(work) + len(tiles)
+    for programs, work, tiles in tables:
+        ends = begin + len(programs), begin + len(programs) + len(work), begin + len(programs) + len(work) + len(tiles)
         counts = [stop - start for start, stop in zip(tiles[2::TILE_FIELDS], tiles[3::TILE_FIELDS], strict=True)]
         slabs.append(
             Slab(
-                work=flat[begin:middle],
-                tiles=flat[middle:end],
-                num_work=len(work) // WORK_FIELDS,
+                programs=flat[begin : ends[0]],
+                work=flat[ends[0] : ends[1]],
+                tiles=flat[ends[1] : ends[2]],
                 num_tiles=len(tiles) // TILE_FIELDS,
                 places=sum(counts),
                 most_places=max(counts),
             )
         )
-        begin = end
+        begin = ends[2]
     return Schedule(tile, tuple(slabs))
 
 
-def _row_tiles(plan: AttentionPlan, rows: int) -> Iterator[RowTile]:
+def _row_tiles(plan: AttentionPlan, tile: TileShape) -> Iterator[RowTile]:
     for r in range(plan.num_sequences):
         segments = [s for s in range(plan.seg_indptr[r], plan.seg_indptr[r + 1]) if plan.seg_length[s] > 0]
         stop = plan.row_indptr[r + 1]
-        for start in range(plan.row_indptr[r], stop, rows):
-            end = min(start + rows, stop)
+        for start in range(plan.row_indptr[r], stop, tile.rows):
+            end = min(start + tile.rows, stop)
             seen = tuple(s for s in segments if plan.seg_first_row[s] < end)
-            yield RowTile(start, end, seen, live=plan.seg_indptr[r + 1] - 1, last=end == stop)
+            blocks = sum(_parts(plan.seg_length[s], tile.block_n) for s in seen)
+            yield RowTile(start, end, seen, blocks, live=plan.seg_indptr[r + 1] - 1, last=end == stop)
 
 
-def _part_tokens(
-    plan: AttentionPlan, row_tiles: list[RowTile], tile: TileShape, kv_heads: int, limits: DeviceLimits
-) -> int:
-    """Keys per work item: few enough that the programs fill the device, a multiple of the key block."""
-    block_n = tile.block_n
-    blocks = kv_heads * sum(_parts(plan.seg_length[s], block_n) for rows in row_tiles for s in rows.segments)
-    programs = max(1, limits.multiprocessors * WARPS_PER_MULTIPROCESSOR // tile.num_warps)
-    return block_n * max(_parts(MIN_PART_TOKENS, block_n), _parts(blocks, programs))
+def _part_blocks(row_tiles: list[RowTile], tile: TileShape, kv_heads: int, limits: DeviceLimits) -> int:
+    """Key blocks per program: those with which the device is done soonest, all programs taking equally long."""
+    counts = Counter(rows.blocks for rows in row_tiles)
+    least = _parts(MIN_PART_TOKENS, tile.block_n)
+    most = max(least, *counts) if counts else least
+    best, best_time = most, None
+    for wave in range(1, MOST_WAVES + 1):
+        room = wave * limits.multiprocessors * tile.programs // kv_heads
+        # the smallest part with which no more programs come about than fit
+        low, high = least, most
+        while low < high:
+            middle = (low + high) // 2
+            if sum(n * _parts(blocks, middle) for blocks, n in counts.items()) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        programs = sum(n * _parts(blocks, low) for blocks, n in counts.items())
+        time = _parts(programs, max(1, room // wave)) * (low + PROGRAM_BLOCKS)
+        if best_time is None or time < best_time:
+            best, best_time = low, time
+    return best
 
 
-def _parts(length: int, part_tokens: int) -> int:
+def _parts(length: int, part: int) -> int:
     """Rounded up."""
-    return -(-length // part_tokens)
+    return -(-length // part)
 
 
-def _slab_groups(
-    plan: AttentionPlan, row_tiles: list[RowTile], part_tokens: int, max_places: int
-) -> Iterator[list[RowTile]]:
+def _slab_groups(row_tiles: list[RowTile], part_blocks: int, max_places: int) -> Iterator[list[RowTile]]:
     """Consecutive row tiles whose partial results fit the workspace; at least one tile each."""
     group: list[RowTile] = []
     held = 0
     for tile in row_tiles:
-        places = sum(_parts(plan.seg_length[s], part_tokens) for s in tile.segments)
+        places = _parts(tile.blocks, part_blocks)
         if group and held + places > max_places:
             yield group
             group, held = [], 0
@@ -228,34 +281,52 @@ def _slab_groups(
         yield group
 
 
-def _slab_tables(plan: AttentionPlan, group: list[RowTile], part_tokens: int) -> tuple[list[int], list[int]]:
-    """(work table, tile table) of one slab, flat."""
-    items: list[WorkItem] = []
+def _hidden(plan: AttentionPlan, tile: RowTile, segment: int) -> int:
+    if segment == tile.live:
+        return SOME_HIDDEN if tile.last else SEARCH
+    return ALL_SEEN if plan.seg_first_row[segment] <= tile.start else SOME_HIDDEN
+
+
+def _slab_tables(
+    plan: AttentionPlan, group: list[RowTile], part_blocks: int, block_n: int
+) -> tuple[list[int], list[int], list[int]]:
+    """(program table, work table, tile table) of one slab, flat."""
+    programs: list[Program] = []
+    work: list[WorkItem] = []
     tiles: list[int] = []
-    place = 0
     for tile in group:
-        begin = place
+        first = len(programs)
+        # equal parts: a short last one would leave its multiprocessor idle
+        part = _parts(tile.blocks, max(1, _parts(tile.blocks, part_blocks)))
+        room = 0
         for s in tile.segments:
-            length = plan.seg_length[s]
-            # equal parts: a short last one would leave its multiprocessor idle
-            step = -(-length // _parts(length, part_tokens))
-            for start in range(0, length, step):
-                items.append(
+            start, length = 0, plan.seg_length[s]
+            while start < length:
+                if room == 0:
+                    programs.append(Program(len(work), len(work)))
+                    room = part
+                end = min(start + room * block_n, length)
+                work.append(
                     WorkItem(
-                        row_start=tile.start,
-                        row_end=tile.end,
                         segment=s,
                         page_begin=plan.page_indptr[s],
                         key_start=start,
-                        key_end=min(start + step, length),
+                        key_end=end,
                         delta=plan.seg_delta[s],
-                        trim=int(s == tile.live and not tile.last),
-                        place=place,
+                        hidden=_hidden(plan, tile, s),
+                        row_start=tile.start,
+                        row_end=tile.end,
+                        place=len(programs) - 1,
                     )
                 )
-                place += 1
-        tiles += (tile.start, tile.end, begin, place)
+                programs[-1] = programs[-1]._replace(work_end=len(work))
+                room -= _parts(end - start, block_n)
+                start = end
+        tiles += (tile.start, tile.end, first, len(programs))
     # stable: row tiles stay in order within a part
-    items.sort(key=lambda item: (item.segment, item.key_start))
-    padding = (0,) * (WORK_FIELDS - len(WorkItem._fields))
-    return [value for item in items for value in item + padding], tiles
+    programs.sort(key=lambda program: (work[program.work_begin].segment, work[program.work_begin].key_start))
+    return _flat(programs, PROGRAM_FIELDS), _flat(work, WORK_FIELDS), tiles
+
+
+def _flat(records: Sequence[tuple[int, ...]], fields: int) -> list[int]:
+    return [value for record in records for value in record + (0,) * (fields - len(record))]

@@ -18,14 +18,14 @@ from tests.kernels.plans import Case, Heads, Piece, SequenceSpec, StepSpec, buil
 from tests.kernels.test_reference import LAYERS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = TileShape(rows=0, block_m=16, block_n=16, num_warps=4, num_stages=1)
+SMALL = TileShape(rows=0, block_m=16, block_n=16, num_warps=4, num_stages=1, block_masked=16, programs=1, reload_q=True)
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that tiny plans have several row tiles, parts and key blocks."""
 
-    def small(most_rows: int, shape: HeadShape, limits: DeviceLimits) -> TileShape:
+    def small(most_rows: int, shape: HeadShape, limits: DeviceLimits, **_: bool) -> TileShape:
         return SMALL._replace(rows=16 // shape.group)
 
     monkeypatch.setattr(triton_schedule, "tile_shape", small)
@@ -33,7 +33,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(case: Case, **changes: object) -> tuple[torch.Tensor, torch.Tensor | None]:
-    there = case.to(DEVICE)
+    there = replace(case, **{name: changes.pop(name) for name in ("angles",) if name in changes}).to(DEVICE)
     plan = prepare(replace(there.plan, impl="triton"), there.stored_positions)
     arguments = {"return_lse": True} | there.arguments(**changes)
     out, lse = segment_attention(there.q, there.pages, plan, **arguments)
@@ -160,13 +160,17 @@ def test_every_visible_key_is_in_exactly_one_work_item() -> None:
         for slab in schedule.slabs:
             work = slab.work.view(-1, triton_schedule.WORK_FIELDS).tolist()
             tiles = slab.tiles.view(-1, triton_schedule.TILE_FIELDS).tolist()
-            assert sorted(item[8] for item in work) == list(range(slab.places))
-            for row_start, row_end, segment, page_begin, start, end, delta, _, place, *_ in work:
+            programs = slab.programs.view(-1, triton_schedule.PROGRAM_FIELDS).tolist()
+            assert sorted(work[program[0]][8] for program in programs) == list(range(slab.places))
+            for begin, end, *_ in programs:
+                place = work[begin][8]
                 tile = next(tile for tile in tiles if tile[2] <= place < tile[3])
-                assert (row_start, row_end) == tuple(tile[:2])
-                assert (page_begin, delta) == (plan.page_indptr[segment], plan.seg_delta[segment])
-                for t in range(row_start, row_end):
-                    seen[t, segment] += end - start
+                for segment, page_begin, key_start, key_end, delta, _, row_start, row_end, *rest in work[begin:end]:
+                    assert (row_start, row_end, rest[0]) == (*tile[:2], place)
+                    assert (page_begin, delta) == (plan.page_indptr[segment], plan.seg_delta[segment])
+                    assert key_start % schedule.tile.block_n == 0
+                    for t in range(row_start, row_end):
+                        seen[t, segment] += key_end - key_start
         for r in range(plan.num_sequences):
             for t in range(plan.row_indptr[r], plan.row_indptr[r + 1]):
                 for s in range(plan.seg_indptr[r], plan.seg_indptr[r + 1]):
@@ -179,7 +183,7 @@ def test_one_long_request_fills_the_device() -> None:
     spec = StepSpec([4096], [0], [SequenceSpec([Piece(0, 0, 4096, 4096 * i) for i in range(5)], [20480], 1)], 16)
     plan = build(spec, Heads(1, 1, 2, 2, None)).plan
     schedule = make_schedule(plan, HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10))
-    assert 8 * sum(slab.num_work for slab in schedule.slabs) >= 264
+    assert 8 * sum(slab.places for slab in schedule.slabs) >= 264
 
 
 @pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, 227 << 10], ids=["sm86", "sm80", "sm90"])
