@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from lazy_rag.errors import RetrieverError, StoreError, UnknownChunkError
+from lazy_rag.errors import ConfigError, RetrieverError, StoreError, UnknownChunkError
 
 ChunkId = str
 
@@ -377,11 +377,12 @@ class Catalog:
         return added
 
     def _replace_rows(self, write: DocumentWrite) -> set[int]:
-        """Bring the rows of one document to the wanted list; returns vector ids that lost a row."""
+        """Bring the rows of one document to the wanted list; returns vector ids that lost a row. A document without
+        chunks is not kept."""
         self._db.execute(
-            "INSERT OR IGNORE INTO documents (namespace, document_id) SELECT ?1, ?2 WHERE NOT EXISTS "
+            "INSERT OR IGNORE INTO documents (namespace, document_id) SELECT ?1, ?2 WHERE ?3 AND NOT EXISTS "
             "(SELECT 1 FROM documents WHERE namespace = ?1 AND document_id = ?2)",
-            (write.namespace, write.document_id),
+            (write.namespace, write.document_id, bool(write.chunks)),
         )
         key = self._value(
             "SELECT document_key FROM documents WHERE namespace = ? AND document_id = ?",
@@ -408,6 +409,8 @@ class Catalog:
                 )
         leftover = [(row[0],) for rows in old.values() for row in rows]
         self._db.executemany("DELETE FROM rows WHERE row_id = ?", leftover)
+        if not write.chunks:
+            self._db.execute("DELETE FROM documents WHERE document_key = ?", (key,))
         return {vector_id for vector_id, rows in old.items() if rows}
 
     def _drop_unreferenced(self, vector_ids: Iterable[int]) -> dict[int, str]:
@@ -487,6 +490,17 @@ class Catalog:
         return dict(self._db.execute(sql, (namespace, json.dumps(list(ids)))).fetchall())
 
 
+def check_namespace(namespace: object) -> None:
+    """Raises ConfigError for anything but a text that UTF-8 can hold."""
+    try:
+        if isinstance(namespace, str):
+            namespace.encode()
+            return
+    except UnicodeEncodeError:
+        pass
+    raise ConfigError(f"namespace={namespace!r} is no text that UTF-8 can hold")
+
+
 def _same_tokens(stored: ChunkRecord, new: ChunkRecord) -> bool:
     """Texts may differ: a tokenizer that normalises (Unicode forms, case) gives them one chunk, with the first text."""
     return (stored.namespace, stored.token_ids) == (new.namespace, new.token_ids)
@@ -559,12 +573,19 @@ MAX_PARAMETERS = 32_000
 _ORDER = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 
 
-def compile_filter(condition: Mapping[str, Any], depth: int = 0) -> Filter:
+def compile_filter(condition: Mapping[str, Any]) -> Filter:
     """Compile `{"key": value}` (all must hold), `{"key": {"$gte": 3, ...}}`, `$and`, `$or`, `$not`.
 
     A missing key counts as None. Values match by type: True is not 1 and "1" is not 1, but 1 is 1.0. `$ne` and `$nin`
     are the exact opposites of `$eq` and `$in`; `$gt` and its kin compare numbers with numbers and strings (by code
     point) with strings and match nothing else. Raises RetrieverError for anything else."""
+    try:
+        return _compile(condition, 0)
+    except ValueError as error:  # Python writes no whole number of thousands of digits, not even into a message
+        raise RetrieverError(f"a number of the filter is too large: {error}") from error
+
+
+def _compile(condition: Any, depth: int) -> Filter:
     if not isinstance(condition, Mapping):
         raise RetrieverError(f"a filter must be a mapping, not {condition!r}")
     if depth > _MAX_DEPTH:
@@ -576,7 +597,7 @@ def compile_filter(condition: Mapping[str, Any], depth: int = 0) -> Filter:
         if key in ("$and", "$or"):
             parts.append(_compile_group(key, value, depth))
         elif key == "$not":
-            inner = compile_filter(value, depth + 1)
+            inner = _compile(value, depth + 1)
             parts.append(Filter(f"(NOT {inner.sql})", inner.parameters))
         elif key.startswith("$"):
             raise RetrieverError(f"unknown filter operator {key!r}")
@@ -592,7 +613,7 @@ def compile_filter(condition: Mapping[str, Any], depth: int = 0) -> Filter:
 def _compile_group(operator: str, clauses: Any, depth: int) -> Filter:
     if isinstance(clauses, str | Mapping) or not isinstance(clauses, Sequence) or not clauses:
         raise RetrieverError(f"{operator} needs a non-empty list of filters, not {clauses!r}")
-    parts = [compile_filter(clause, depth + 1) for clause in clauses]
+    parts = [_compile(clause, depth + 1) for clause in clauses]
     return _joined(parts, "AND" if operator == "$and" else "OR", "1")
 
 
@@ -651,6 +672,10 @@ def _number(key: str, value: Any) -> float:
         value = value.item()
     if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
         raise RetrieverError(f"filter for {key!r} needs strings, finite numbers, booleans or None, not {value!r}")
+    try:
+        float(value)
+    except OverflowError as error:
+        raise RetrieverError(f"a number of the filter for {key!r} is too large") from error
     return value
 
 

@@ -48,9 +48,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per an
 
 def main() -> None:
     """Entry point of the `lazy-rag` command."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError):
-            # a terminal that lacks a character of the answer must not end it
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # closed, or replaced by something simpler
+            # neither a terminal that lacks a character of the answer nor typed bytes that are no text may end it
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     app()
 
@@ -97,6 +97,8 @@ def chat(
     as_json: Json = False,
 ) -> None:
     """Talk about documents. Ctrl-C stops an answer; /quit or Ctrl-D ends the chat."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise typer.BadParameter("the standard input is closed: there is no one to chat with")
     with _reported(), _session(paths, k, model, store, max_tokens, as_json) as session:
         if not as_json:
             _note("Ask about the documents. Ctrl-C stops an answer; /quit or Ctrl-D ends the chat.")
@@ -230,8 +232,6 @@ def _turn(session: Session, line: str) -> None:
 
 def _lines(as_json: bool) -> Iterator[str]:
     """What the user types, until /quit or the end of input."""
-    if sys.stdin is None:
-        return  # closed by the caller: nothing will ever be typed
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):

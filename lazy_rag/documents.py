@@ -62,7 +62,9 @@ def load_documents(
             raise DocumentError(f"ids needs sources of one document each, but {item!s} gives {len(found)}")
         for document in found:
             document_id = document.id if item_id is None else item_id
-            result.append(_checked(document.text, document_id, document.metadata, item_metadata or {}))
+            result.append(
+                _checked(document.text, document_id, document.metadata, {} if item_metadata is None else item_metadata)
+            )
     seen: set[str] = set()
     for document in result:
         if document.id in seen:

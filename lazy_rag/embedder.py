@@ -76,6 +76,8 @@ class Embedder:
         `progress` a tqdm bar counts texts. Raises RetrieverError when the model returns another shape."""
         if isinstance(texts, str):
             raise RetrieverError("embed() takes a list of texts; use embed_query() for one text")
+        if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+            raise RetrieverError("an embedder takes texts: strings only")
         result = np.zeros((len(texts), self.dimension), dtype=np.float32)
         for start, stop in _blocks(len(texts), progress):
             result[start:stop] = self._encode(list(texts[start:stop]))
@@ -97,23 +99,26 @@ class Embedder:
 
     def _call(self, texts: list[str]) -> NDArray[Any]:
         # half a surrogate pair (bytes that were not UTF-8) is no text to a tokenizer
-        texts = [text.encode("utf-8", "replace").decode() for text in texts]
+        texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
         try:
             with self._lock:
                 raw = self._model.encode(texts)
         except Exception as error:
             raise RetrieverError(f"embedder {self.name!r} failed: {type(error).__name__}: {error}") from error
-        if callable(getattr(raw, "detach", None)):
-            raw = raw.detach().float().cpu().numpy()
         try:
+            if callable(getattr(raw, "detach", None)):
+                raw = raw.detach().float().cpu().numpy()
             return np.asarray(raw, dtype=np.float32)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise RetrieverError(f"embedder {self.name!r} did not return a matrix of numbers: {error}") from error
 
     def _ask_dimension(self) -> int:
         for attribute in ("get_embedding_dimension", "get_sentence_embedding_dimension"):
             ask = getattr(self._model, attribute, None)
-            dimension = ask() if callable(ask) else None
+            try:
+                dimension = ask() if callable(ask) else None
+            except Exception as error:
+                raise RetrieverError(f"embedder {self.name!r} failed: {type(error).__name__}: {error}") from error
             if isinstance(dimension, int) and dimension > 0:
                 return dimension
         probe = self._call(["dimension"])

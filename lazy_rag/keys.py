@@ -16,6 +16,8 @@ from typing import NewType
 import torch
 from torch import Tensor
 
+from lazy_rag.catalog import check_namespace
+
 SCHEMA_VERSION = 1
 ChunkId = NewType("ChunkId", str)  # 40 hex digits
 
@@ -70,6 +72,8 @@ class KeySpace:
         return self._base.hex()
 
     def chunk_id(self, namespace: str, token_ids: Sequence[int]) -> ChunkId:
+        """Raises ConfigError when the namespace is no text."""
+        check_namespace(namespace)
         return ChunkId(self._base.copy().add("namespace", namespace).add("tokens", token_bytes(token_ids)).hex())
 
 

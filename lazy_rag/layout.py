@@ -50,6 +50,10 @@ class LiveRun:
         return len(self.token_ids)
 
 
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class ChunkRange:
     """Part of a chunk, as an entry of `chunk_ids`: `length` tokens from `start` (a multiple of the page size)."""
@@ -60,7 +64,7 @@ class ChunkRange:
 
     def __post_init__(self) -> None:
         numbers = (self.start,) if self.length is None else (self.start, self.length)
-        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in numbers)
+        whole = all(_whole(number) for number in numbers)
         if not isinstance(self.chunk_id, str) or not whole or min(numbers) < 0 or self.length == 0:
             raise ConfigError(
                 f"{self.chunk_id!r}, {self.start!r}, {self.length!r} is no ChunkRange: it takes a chunk id, a start "
@@ -134,6 +138,10 @@ class LayoutBuilder:
     """Lays pieces end to end. Neighbouring live pieces become one live run."""
 
     def __init__(self, prefix: Chunk | None, page_size: int) -> None:
+        if not isinstance(prefix, Chunk | None):
+            raise ConfigError(f"the prefix must be a Chunk or None, got {prefix!r}")
+        if not _whole(page_size) or page_size < 1:
+            raise ConfigError(f"page_size={page_size!r} must be a whole number of at least 1")
         self.position = 0
         self._prefix = prefix
         self._page_size = page_size
@@ -142,8 +150,11 @@ class LayoutBuilder:
 
     def live(self, token_ids: Sequence[int], *, repaired: int = 0) -> LayoutBuilder:
         """Add live tokens; `repaired` of them repeat a chunk's text."""
-        if not isinstance(token_ids, Sequence) or not all(isinstance(token, int) for token in token_ids):
+        listed = isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes | bytearray)
+        if not listed or not all(_whole(token) for token in token_ids):
             raise ConfigError(f"live tokens must be a sequence of token ids, got {token_ids!r}")
+        if not _whole(repaired) or not 0 <= repaired <= len(token_ids):
+            raise ConfigError(f"repaired={repaired!r} must be a count of these {len(token_ids)} tokens")
         if not token_ids:
             return self
         run = LiveRun(tuple(token_ids), self.position, repaired)
@@ -160,6 +171,8 @@ class LayoutBuilder:
         """Add tokens `start ... start + length - 1` of a chunk; `start` is a multiple of the page size."""
         if not isinstance(chunk, Chunk):
             raise ConfigError(f"a segment needs a Chunk (Runtime.chunk gives one), got {chunk!r}")
+        if not _whole(start) or not (length is None or _whole(length)):
+            raise ConfigError(f"start={start!r} and length={length!r} of a segment must be whole numbers")
         length = len(chunk) - start if length is None else length
         if start % self._page_size or not 0 <= start < start + length <= len(chunk):
             raise ConfigError(

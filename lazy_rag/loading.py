@@ -7,17 +7,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import struct
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from platformdirs import user_cache_path
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
-from lazy_rag.errors import ConfigError, ModelLoadError
+from lazy_rag.errors import ConfigError, LazyRAGError, ModelLoadError
 from lazy_rag.keys import FieldHash
 
 # alias → (package that carries the file, glob inside it, how to get it)
@@ -52,13 +51,15 @@ def load_model(
     source = _find(str(model))
     if source.suffix == ".gguf":
         source = converted_gguf(source)
+    elif (source / "adapter_config.json").is_file():
+        _require_safe_adapter(source)  # transformers loads an adapter that lies beside a model
     options = {"revision": revision} if revision else {}
     try:
         loaded_tokenizer: Any = tokenizer
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             # a revision belongs to the model's repository, not to a tokenizer from elsewhere
             loaded_tokenizer = AutoTokenizer.from_pretrained(
-                str(tokenizer or source), trust_remote_code=False, **({} if tokenizer else options)
+                os.path.expanduser(str(tokenizer or source)), trust_remote_code=False, **({} if tokenizer else options)
             )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(source),
@@ -69,11 +70,26 @@ def load_model(
             **options,
         )
         if adapter is not None:
-            _require_safe_adapter(Path(adapter))
-            loaded.load_adapter(str(adapter))
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
+            loaded.load_adapter(str(_safe_adapter(os.path.expanduser(str(adapter)))))
+    except LazyRAGError:
+        raise
+    except Exception as error:  # files that are damaged or do not fit together fail in many ways
         raise ModelLoadError(f"cannot load {str(model)!r}: {error}") from error
     return (loaded if quantization_config is not None else loaded.to(device=device)), loaded_tokenizer
+
+
+def _safe_adapter(name: str) -> Path:
+    """The local folder of an adapter, fetched where needed. Without the safetensors file transformers would go on to
+    read a pickle, whatever `use_safetensors` says; with it in the folder it never does."""
+    folder = Path(name)
+    if folder.is_dir():
+        _require_safe_adapter(folder)
+        return folder
+    cached_file(name, "adapter_config.json")
+    found = cached_file(name, "adapter_model.safetensors")
+    if found is None:
+        raise ModelLoadError(f"the adapter {name!r} has no adapter_model.safetensors")
+    return Path(found).parent
 
 
 def _require_safe_adapter(folder: Path) -> None:
@@ -103,9 +119,12 @@ def converted_gguf(path: Path, cache: Path | None = None) -> Path:
     Reading a GGUF file through transformers takes many times longer than reading safetensors.
     """
     digest = FieldHash().add("conversion", _CONVERSION)
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.add("block", block)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.add("block", block)
+    except OSError as error:
+        raise ModelLoadError(f"cannot read the GGUF file {str(path)!r}: {error}") from error
     folder = (cache or user_cache_path("lazy-rag")) / "models" / f"{path.stem}-{digest.hex()[:16]}"
     if (folder / "config.json").exists():
         return folder
@@ -129,7 +148,7 @@ def _convert(path: Path, target: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=torch.float32, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, IndexError, ImportError, RuntimeError, struct.error) as error:
+    except Exception as error:  # the gguf reader checks little: damaged bytes fail in many ways
         raise ModelLoadError(f"cannot read the GGUF file {str(path)!r}: {error}") from error
     # the weights are plain float32 now; these marks would make transformers refuse to save them
     del model.config.quantization_config

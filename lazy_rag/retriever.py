@@ -12,7 +12,7 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,11 +30,12 @@ from lazy_rag.catalog import (
     Hit,
     MissingVectors,
     Written,
+    check_namespace,
     compile_filter,
     encode_metadata,
 )
 from lazy_rag.embedder import Embedder, Vectors, normalise_rows
-from lazy_rag.errors import EmptyCorpusError, RetrieverError, RuntimeClosedError, StoreError
+from lazy_rag.errors import EmptyCorpusError, RetrieverError, RuntimeClosedError, StoreError, UnknownChunkError
 from lazy_rag.owner import OwnerThread
 
 __all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
@@ -191,7 +192,8 @@ class Retriever:
         progress: bool = False,
         namespace: str | None = None,
     ) -> Change:
-        """`upsert` of several (document id, chunks, metadata): one transaction, one embedding run, one progress bar."""
+        """`upsert` of several (document id, chunks, metadata): one transaction, one embedding run, one progress bar.
+        A document without chunks needs `namespace`; its earlier version is removed and nothing is stored."""
         writes = [_document_write(*document, namespace) for document in documents]
         keys = [(write.namespace, write.document_id) for write in writes]
         if len(set(keys)) != len(keys):
@@ -201,7 +203,8 @@ class Retriever:
     def delete(self, ids: Sequence[str], *, namespace: str) -> Change:
         """Delete documents by id and chunks by id (all their occurrences) from one namespace. A document that loses its
         last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there."""
-        wanted = [ids] if isinstance(ids, str) else list(dict.fromkeys(ids))
+        wanted = list(dict.fromkeys(_checked_ids([ids] if isinstance(ids, str) else ids)))
+        check_namespace(namespace)
         return self._call(lambda: self._apply(self._catalog.delete(wanted, namespace)))
 
     # Reading
@@ -221,6 +224,7 @@ class Retriever:
         Raises RetrieverError (no embedder, bad `k`, filter or vector) and EmptyCorpusError."""
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k <= 0:
             raise RetrieverError(f"k must be a positive integer, not {k!r}")
+        check_namespace(namespace)
         where = None if filter is None else compile_filter(filter)
         if where is not None and len(where.parameters) > MAX_PARAMETERS:
             raise RetrieverError("the filter is too large: use $in with a list instead of many conditions")
@@ -235,18 +239,23 @@ class Retriever:
 
     def chunk(self, chunk_id: str) -> ChunkRecord:
         """The stored chunk. Raises UnknownChunkError."""
-        return self._call(lambda: self._catalog.chunk(chunk_id))
+        (wanted,) = _checked_ids([chunk_id])
+        return self._call(lambda: self._catalog.chunk(wanted))
 
     def records(self, chunk_ids: Sequence[str]) -> dict[str, ChunkRecord]:
         """Records of those ids that exist."""
-        return self._call(lambda: self._catalog.known(chunk_ids))
+        wanted = _checked_ids(chunk_ids)
+        return self._call(lambda: self._catalog.known(wanted))
 
     def chunk_ids(self, namespace: str | None = None) -> list[str]:
         """Chunk ids of one namespace, or of all, oldest first."""
+        if namespace is not None:
+            check_namespace(namespace)
         return self._call(lambda: self._catalog.chunk_ids(namespace))
 
     def documents(self, namespace: str) -> list[str]:
         """Document ids of a namespace, oldest first."""
+        check_namespace(namespace)
         return self._call(lambda: self._catalog.documents(namespace))
 
     def __len__(self) -> int:
@@ -522,7 +531,10 @@ def _document_write(
 ) -> DocumentWrite:
     if not isinstance(document_id, str) or not document_id:
         raise RetrieverError(f"a document id must be a non-empty string, not {document_id!r}")
-    namespaces = {chunk.namespace for chunk in chunks} | ({namespace} if namespace is not None else set())
+    named = [chunk.namespace for chunk in chunks] + ([] if namespace is None else [namespace])
+    for name in named:
+        check_namespace(name)
+    namespaces = set(named)
     if len(namespaces) != 1:
         raise RetrieverError(
             f"document {document_id!r} needs exactly one namespace, got {sorted(namespaces)}; "
@@ -536,12 +548,24 @@ def _document_write(
     if isinstance(metadata, Mapping):
         encoded = (encode_metadata(metadata),) * len(chunks)
     else:
+        if isinstance(metadata, str) or not isinstance(metadata, Iterable):
+            raise RetrieverError(f"the metadata of document {document_id!r} must be one mapping, or one per chunk")
         encoded = tuple(encode_metadata(one) for one in metadata)
         if len(encoded) != len(chunks):
             raise RetrieverError(
                 f"document {document_id!r} has {len(encoded)} metadata entries for {len(chunks)} chunks"
             )
     return DocumentWrite(document_id, namespaces.pop(), tuple(chunks), encoded)
+
+
+def _checked_ids(ids: Any) -> list[str]:
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise UnknownChunkError(f"{ids!r} is no list of document or chunk ids")
+    listed = list(ids)
+    for item in listed:
+        if not isinstance(item, str):
+            raise UnknownChunkError(f"{item!r} is no id: document and chunk ids are strings")
+    return listed
 
 
 def _make_folder(directory: Path) -> None:

@@ -17,13 +17,13 @@ import json
 import logging
 import os
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -66,11 +66,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 def open_folder(path: Path) -> Path:
     """The folder, created with mode 0700 where absent. Raises StoreError when it cannot be used."""
     try:
+        path = Path(path)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except OSError as error:
-        raise StoreError(f"cannot use {str(path)!r} as a store: {error.strerror or error}") from error
+    except (OSError, ValueError, TypeError) as error:  # no path at all, or one with a NUL
+        raise StoreError(f"cannot use {str(path)!r} as a store: {error}") from error
     return path
 
 
@@ -79,28 +80,30 @@ def lock_folder(folder: Path) -> IO[bytes]:
 
     Raises StoreError when another runtime, in this process or another, holds it.
     """
-    file = (folder / "lock").open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise StoreError(
-            f"the store {str(folder)!r} is open in another runtime: close that one, or use another folder"
-        ) from error
+    with ExitStack() as undo:
+        try:
+            file = undo.enter_context((folder / "lock").open("ab"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreError(
+                f"the store {str(folder)!r} is open in another runtime: close that one, or use another folder"
+            ) from error
+        except OSError as error:
+            raise StoreError(f"the store {str(folder)!r} cannot be locked: {error}") from error
+        undo.pop_all()
     return file
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """store.json, or None in a new folder. Raises StoreError for a broken one or another schema."""
     path = folder / "store.json"
-    if not path.exists():
-        return None
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         manifest = Manifest(**fields)
-        if not isinstance(manifest.options, dict) or not isinstance(manifest.key_space, str):
-            raise TypeError("key_space or options have a wrong type")
-    except (OSError, ValueError, TypeError) as error:
+        _check_types(manifest)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error}") from error
     if manifest.schema != SCHEMA_VERSION:
         raise StoreError(
@@ -110,8 +113,20 @@ def read_manifest(folder: Path) -> Manifest | None:
     return manifest
 
 
+def _check_types(manifest: Manifest) -> None:
+    if not isinstance(manifest.options, dict) or not isinstance(manifest.key_space, str):
+        raise TypeError("key_space or options have a wrong type")
+    for name, value in {"model": manifest.model, **manifest.options}.items():
+        if not isinstance(value, str | int | None):
+            raise TypeError(f"{name} has a wrong type")
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    write_atomically(folder / "store.json", json.dumps(asdict(manifest), indent=1).encode())
+    path = folder / "store.json"
+    try:
+        write_atomically(path, json.dumps(asdict(manifest), indent=1).encode())
+    except OSError as error:
+        raise StoreError(f"cannot write {str(path)!r}: {error}") from error
 
 
 class KVRecords:
@@ -134,7 +149,7 @@ class KVRecords:
     def save(self, chunk: Chunk, pages: Tensor) -> None:
         """Write a chunk's whole pages [pages, elements]; does nothing when a record exists (content is its name)."""
         path = self.path(chunk.id)
-        if path.is_file():
+        if os.path.isfile(path):
             return
         tokens = torch.tensor(chunk.token_ids, dtype=torch.int32)
         header = {
@@ -161,10 +176,10 @@ class KVRecords:
             pages, problem = self._read(path, chunk)
         except (FileNotFoundError, NotADirectoryError):
             return None  # there is none, or it was deleted just now
-        except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
-            if not path.exists():
+        except Exception as error:  # noqa: BLE001  damaged bytes fail in many ways
+            if not os.path.lexists(path):
                 return None
-            pages, problem = None, str(error)
+            pages, problem = None, f"{type(error).__name__}: {error}"
         if problem is not None:
             self._quarantine(path, chunk.id, problem)
             return None
@@ -191,16 +206,25 @@ class KVRecords:
             target.mkdir(mode=0o700, exist_ok=True)
             os.replace(path, target / path.name)
         except OSError as error:
-            _log.warning("record %s could not be set aside: %s", chunk_id, error)
+            _log.warning("record %s could not be set aside (%s) and is deleted", chunk_id, error)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as final:
+                _log.warning("record %s could not be deleted: %s", chunk_id, final)
 
     def delete(self, chunk_id: ChunkId) -> None:
         for path in (self.path(chunk_id), self.folder / "quarantine" / f"{chunk_id}.safetensors"):
-            with suppress(FileNotFoundError, NotADirectoryError):
+            try:
                 path.unlink()
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                raise StoreError(f"cannot delete {str(path)!r}: {error}") from error
 
     def ids(self) -> list[ChunkId]:
         return sorted(ChunkId(path.stem) for path in (self.folder / "kv").glob("*/*.safetensors"))
 
 
 def _checksum(pages: Tensor, tokens: Tensor) -> str:
-    return checksum(checksum(tensor_bytes(pages)).encode() + bytes(tensor_bytes(tokens)))
+    form = f"{checksum(tensor_bytes(pages))} {tuple(pages.shape)} {pages.dtype} "
+    return checksum(form.encode() + bytes(tensor_bytes(tokens)))

@@ -81,8 +81,8 @@ def masks(model: PreTrainedModel, flat: Flat) -> Any:
     return _mask(flat, window, model.dtype)
 
 
-def oracle_logits(model: PreTrainedModel, layout: PromptLayout, extra: list[int] = ()) -> Tensor:  # type: ignore[assignment]
-    """Stock logits [1 + len(extra), vocab] after the layout's last token and after each extra one."""
+def oracle_all(model: PreTrainedModel, layout: PromptLayout, extra: list[int] = ()) -> Tensor:  # type: ignore[assignment]
+    """Stock logits [T, vocab] of every flat token, copies and unused ones included."""
     flat = flatten(layout, list(extra))
     shift = max(0, -min(flat.positions))
     with torch.no_grad():
@@ -92,7 +92,12 @@ def oracle_logits(model: PreTrainedModel, layout: PromptLayout, extra: list[int]
             attention_mask=masks(model, flat),
             use_cache=False,
         )
-    return output.logits[0, -1 - len(extra) :]
+    return output.logits[0]
+
+
+def oracle_logits(model: PreTrainedModel, layout: PromptLayout, extra: list[int] = ()) -> Tensor:  # type: ignore[assignment]
+    """Stock logits [1 + len(extra), vocab] after the layout's last token and after each extra one."""
+    return oracle_all(model, layout, extra)[-1 - len(extra) :]
 
 
 def full_attention_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:

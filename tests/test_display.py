@@ -117,7 +117,7 @@ def test_tiers_have_their_own_legend_entry(tier: str, legend: str) -> None:
 
 
 def test_repaired_runs_are_marked() -> None:
-    prompt = LayoutBuilder(None, 16).live(range(16), repaired=True).segment(A, 16).live([1, 2]).build()
+    prompt = LayoutBuilder(None, 16).live(range(16), repaired=16).segment(A, 16).live([1, 2]).build()
     checker = parse(layout_html(prompt))
     assert "repaired" in texts(checker)
     assert "16 of them repeat" in str(bar_parts(checker)[0]["title"])
