@@ -309,7 +309,6 @@ class Engine:
                 entry = self.cache.begin(chunk, pages[taken - size : taken])
                 request.leases.append(self.cache.lease(entry))
                 tiers[chunk.id] = self.residency.fill(entry)
-                request.tokens_encoded += len(chunk) if tiers[chunk.id] == "encoded" else 0
         except BaseException:
             self.pool.free(pages[taken:])
             raise
@@ -417,7 +416,6 @@ class Engine:
             logprobs=tuple(request.logprobs) if request.sampling.logprobs else None,
             finish_reason=reason,
             uses=request.uses,
-            tokens_encoded=request.tokens_encoded,
             times=request.times,
             logits=logits,
         )

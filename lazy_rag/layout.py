@@ -1,6 +1,6 @@
 """The host-side description of a prompt: segments of cached chunks and live runs that tile positions 0..N-1.
 
-Pure Python, no torch. A layout says what stands where; it does not know whether a chunk is in memory.
+Holds no tensors. A layout says what stands where; it does not know whether a chunk is in memory.
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ class Completion:
     logprobs: tuple[float, ...] | None
     finish_reason: str
     uses: tuple[ChunkUse, ...]
-    tokens_encoded: int
     times: Times
     logits: Tensor | None = None
 
@@ -87,7 +86,6 @@ class Request:
     leases: list[CachedChunk] = field(default_factory=list)
     pending: set[ChunkId] = field(default_factory=set)  # leased chunks that are still being encoded
     uses: tuple[ChunkUse, ...] = ()
-    tokens_encoded: int = 0
     sampler: Sampler | None = None
     stream: TextStream | None = None
     # filled while generating
