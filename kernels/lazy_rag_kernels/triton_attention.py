@@ -14,14 +14,13 @@ from lazy_rag_kernels.plan import AttentionPlan, LayerPages, Rotation, SegmentAn
 from lazy_rag_kernels.triton_kernels import merge_kernel, partial_kernel
 from lazy_rag_kernels.triton_schedule import (
     PROGRAM_FIELDS,
-    TILE_FIELDS,
+    ROW_FIELDS,
     WORK_FIELDS,
     HeadShape,
     Schedule,
     Slab,
     TritonState,
     device_limits,
-    next_power_of_two,
     padded,
 )
 
@@ -90,13 +89,15 @@ def segment_attention(
     }
     with torch.cuda.device_of(q):
         for slab in schedule.slabs:
-            part_out = torch.empty(slab.places, kv_heads, schedule.tile.block_m, v_dim, dtype=wide, device=q.device)
+            part_out = torch.empty(
+                len(slab.programs), kv_heads, schedule.tile.block_m, v_dim, dtype=wide, device=q.device
+            )
             part_lse = torch.empty(part_out.shape[:-1], dtype=wide, device=q.device)
             reload = schedule.tile.reload_q and angles is not None
-            shape = (slab.places, kv_heads, schedule.tile.block_m, padded(k_dim))
+            shape = (len(slab.programs), kv_heads, schedule.tile.block_m, padded(k_dim))
             turned = torch.empty(shape, dtype=q.dtype, device=q.device) if reload else None
             _launch_partial(q, pages, state, schedule, slab, turned, part_out, part_lse, layer)
-            _launch_merge(part_out, part_lse, state, schedule, slab, sinks, out, lse)
+            _launch_merge(part_out, part_lse, state, slab, sinks, out, lse)
     return out, lse
 
 
@@ -112,9 +113,9 @@ def _launch_partial(
     layer: dict[str, Any],
 ) -> None:
     _, kv_heads, block_m, v_dim = part_out.shape
-    if slab.places == 0:
+    if len(slab.programs) == 0:
         return
-    partial_kernel[(slab.places, kv_heads)](
+    partial_kernel[(len(slab.programs), kv_heads)](
         q=q,
         k=pages.k,
         v=pages.v,
@@ -158,7 +159,6 @@ def _launch_merge(
     part_out: Tensor,
     part_lse: Tensor,
     state: TritonState,
-    schedule: Schedule,
     slab: Slab,
     sinks: Tensor | None,
     out: Tensor,
@@ -166,23 +166,22 @@ def _launch_merge(
 ) -> None:
     _, kv_heads, block_m, v_dim = part_out.shape
     heads = out.shape[1]
-    grid = (slab.num_tiles * schedule.tile.rows, heads)
-    num_warps, most_merged = FEW_MERGES if grid[0] * grid[1] <= state.limits.multiprocessors else MANY_MERGES
+    grid = (len(slab.rows), heads)
+    num_warps, merged_at_once = FEW_MERGES if grid[0] * grid[1] <= state.limits.multiprocessors else MANY_MERGES
     merge_kernel[grid](
         part_out=part_out,
         part_lse=part_lse,
-        tiles=slab.tiles,
+        rows=slab.rows,
         sinks=sinks,
         out=out,
         lse=lse,
         HKV=kv_heads,
         G=heads // kv_heads,
         DV=v_dim,
-        ROWS=schedule.tile.rows,
         BLOCK_M=block_m,
-        BLOCK_PARTS=min(most_merged, next_power_of_two(slab.most_places)),
+        BLOCK_PARTS=merged_at_once,
         BLOCK_DV=padded(v_dim),
-        FIELDS=TILE_FIELDS,
+        FIELDS=ROW_FIELDS,
         OVERLAPPED=state.limits.overlaps,
         num_warps=num_warps,
         **({"launch_pdl": True} if state.limits.overlaps else {}),

@@ -337,14 +337,13 @@ def partial_kernel(
 def merge_kernel(
     part_out,
     part_lse,
-    tiles,
+    rows,
     sinks,
     out,
     lse,
     HKV: tl.constexpr,
     G: tl.constexpr,
     DV: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -354,43 +353,41 @@ def merge_kernel(
     """One row and head: the union of its tile's partial results, plus the sink logit, which has no value."""
     ACC: tl.constexpr = part_out.dtype.element_ty
     i_row, i_h = tl.program_id(0), tl.program_id(1)
-    p_tile = tiles + i_row // ROWS * FIELDS
-    i_t = tl.load(p_tile) + i_row % ROWS
-    row_end = tl.load(p_tile + 1)
-    place_begin = tl.load(p_tile + 2)
-    place_end = tl.load(p_tile + 3)
+    p_record = rows + i_row * FIELDS
+    i_t = tl.load(p_record)
+    o_m = tl.load(p_record + 1) * G + i_h % G
+    place_begin = tl.load(p_record + 2)
+    place_end = tl.load(p_record + 3)
     if OVERLAPPED:
         # started while the partial kernel still runs: what it writes is there from here on
         tl.extra.cuda.gdc_wait()
-    if i_t < row_end:
-        o_dv = tl.arange(0, BLOCK_DV)
-        o_m = i_row % ROWS * G + i_h % G
-        if sinks is None:
-            b_m = tl.full([], float("-inf"), ACC)
-            b_l = tl.full([], 0.0, ACC)
-        else:
-            b_m = tl.load(sinks + i_h).to(ACC) * LOG2E
-            b_l = tl.full([], 1.0, ACC)
-        # [DV]
-        b_acc = tl.zeros([BLOCK_DV], ACC)
-        for start in range(place_begin, place_end, BLOCK_PARTS):
-            o_place = start + tl.arange(0, BLOCK_PARTS)
-            o_part = (o_place * HKV + i_h // G).to(tl.int64) * BLOCK_M + o_m
-            # [PARTS]
-            b_lse = tl.load(part_lse + o_part, mask=o_place < place_end, other=float("-inf"))
-            m_part = (o_place < place_end)[:, None] & (o_dv < DV)[None, :]
-            # [PARTS, DV]
-            b_part = tl.load(part_out + o_part[:, None] * DV + o_dv[None, :], mask=m_part, other=0.0)
-            b_m_new = tl.maximum(b_m, tl.max(b_lse, axis=0))
-            b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-            b_weight = tl.exp2(b_lse - b_shift)
-            b_scale = tl.exp2(b_m - b_shift)
-            b_l = b_l * b_scale + tl.sum(b_weight, axis=0)
-            b_acc = b_acc * b_scale + tl.sum(b_part * b_weight[:, None], axis=0)
-            b_m = b_m_new
-        o_out = i_t.to(tl.int64) * (HKV * G) + i_h
-        b_l = tl.where(b_l > 0, b_l, 1.0)
-        b_out = b_acc / b_l
-        tl.store(out + o_out * DV + o_dv, b_out.to(out.dtype.element_ty), mask=o_dv < DV)
-        if lse is not None:
-            tl.store(lse + o_out, (b_m + tl.log2(b_l)) * LN2)
+    o_dv = tl.arange(0, BLOCK_DV)
+    if sinks is None:
+        b_m = tl.full([], float("-inf"), ACC)
+        b_l = tl.full([], 0.0, ACC)
+    else:
+        b_m = tl.load(sinks + i_h).to(ACC) * LOG2E
+        b_l = tl.full([], 1.0, ACC)
+    # [DV]
+    b_acc = tl.zeros([BLOCK_DV], ACC)
+    for start in range(place_begin, place_end, BLOCK_PARTS):
+        o_place = start + tl.arange(0, BLOCK_PARTS)
+        o_part = (o_place * HKV + i_h // G).to(tl.int64) * BLOCK_M + o_m
+        # [PARTS]
+        b_lse = tl.load(part_lse + o_part, mask=o_place < place_end, other=float("-inf"))
+        m_part = (o_place < place_end)[:, None] & (o_dv < DV)[None, :]
+        # [PARTS, DV]
+        b_part = tl.load(part_out + o_part[:, None] * DV + o_dv[None, :], mask=m_part, other=0.0)
+        b_m_new = tl.maximum(b_m, tl.max(b_lse, axis=0))
+        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+        b_weight = tl.exp2(b_lse - b_shift)
+        b_scale = tl.exp2(b_m - b_shift)
+        b_l = b_l * b_scale + tl.sum(b_weight, axis=0)
+        b_acc = b_acc * b_scale + tl.sum(b_part * b_weight[:, None], axis=0)
+        b_m = b_m_new
+    o_out = i_t.to(tl.int64) * (HKV * G) + i_h
+    b_l = tl.where(b_l > 0, b_l, 1.0)
+    b_out = b_acc / b_l
+    tl.store(out + o_out * DV + o_dv, b_out.to(out.dtype.element_ty), mask=o_dv < DV)
+    if lse is not None:
+        tl.store(lse + o_out, (b_m + tl.log2(b_l)) * LN2)

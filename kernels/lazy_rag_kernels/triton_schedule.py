@@ -9,7 +9,7 @@ row tiles whose results fit the workspace at once.
 
     programs of a slab       segment by segment, so that tiles which read the same keys run side by side
     work items of program i  work_begin[i] : work_end[i]                   in the slab's work table
-    places of tile t         place_begin[t] : place_end[t]                 in the slab's workspace
+    places of row i          place_begin[i] : place_end[i]                 in the slab's workspace
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 from torch import Tensor
 
 from lazy_rag_kernels.plan import AttentionPlan
+
+IntArray = npt.NDArray[np.int32]
+_NOTHING: IntArray = np.zeros(0, dtype=np.int32)
 
 # keys below which another part costs more in merging than it saves in latency
 MIN_PART_TOKENS = 128
@@ -45,7 +50,24 @@ ALL_SEEN, SOME_HIDDEN, SEARCH = 0, 1, 2
 # records are padded to 16 bytes: the views of all slabs are then equally aligned, and Triton compiles one variant
 PROGRAM_FIELDS = 4
 WORK_FIELDS = 12
-TILE_FIELDS = 4
+ROW_FIELDS = 4
+
+
+class StepRows(Protocol):
+    """The host side of a plan (`AttentionPlan` explains the fields): all that the layout of work depends on."""
+
+    @property
+    def row_indptr(self) -> Sequence[int]: ...
+    @property
+    def seg_indptr(self) -> Sequence[int]: ...
+    @property
+    def page_indptr(self) -> Sequence[int]: ...
+    @property
+    def seg_length(self) -> Sequence[int]: ...
+    @property
+    def seg_delta(self) -> Sequence[int]: ...
+    @property
+    def seg_first_row(self) -> Sequence[int]: ...
 
 
 class HeadShape(NamedTuple):
@@ -107,13 +129,18 @@ class Program(NamedTuple):
     work_end: int
 
 
+class Tables(NamedTuple):
+    """The records of one slab on the host, int32."""
+
+    programs: IntArray  # [programs, PROGRAM_FIELDS]
+    work: IntArray  # [work items, WORK_FIELDS]
+    rows: IntArray  # [rows, ROW_FIELDS]: row, row within its tile, place begin, place end
+
+
 class Slab(NamedTuple):
-    programs: Tensor  # int32 [programs * PROGRAM_FIELDS]
-    work: Tensor  # int32 [work items * WORK_FIELDS]
-    tiles: Tensor  # int32 [row tiles * TILE_FIELDS]: row start, row end, place begin, place end
-    num_tiles: int
-    places: int  # one per program
-    most_places: int  # of one tile
+    programs: Tensor  # int32 [programs, PROGRAM_FIELDS]; a program has one place
+    work: Tensor  # int32 [work items, WORK_FIELDS]
+    rows: Tensor  # int32 [rows, ROW_FIELDS]
 
 
 class Schedule(NamedTuple):
@@ -195,40 +222,43 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_
 
 
 def make_schedule(plan: AttentionPlan, shape: HeadShape, limits: DeviceLimits) -> Schedule:
-    """The step's work for one head shape, with its table on the plan's device (one copy)."""
+    """The step's work for one head shape, with its tables on the plan's device (one copy)."""
     most_rows = max((end - start for start, end in pairwise(plan.row_indptr)), default=0)
     seen = [length for length in plan.seg_length if length > 0]
     tile = tile_shape(most_rows, shape, limits, short_segments=sum(seen) < SHORT_SEGMENT * len(seen))
-    row_tiles = list(_row_tiles(plan, tile))
-    part_blocks = _part_blocks(row_tiles, tile, shape.kv_heads, limits)
     place_bytes = shape.kv_heads * tile.block_m * shape.v_dim * max(4, shape.itemsize)
-    groups = _slab_groups(row_tiles, part_blocks, max_places=WORKSPACE_BYTES // place_bytes)
-    tables = [_slab_tables(plan, group, part_blocks, tile.block_n) for group in groups]
-    flat = torch.tensor(
-        [value for slab in tables for records in slab for value in records],
-        dtype=torch.int32,
-        pin_memory=plan.device.type == "cuda",
-    ).to(plan.device, non_blocking=True)
-    slabs, begin = [], 0
-    for programs, work, tiles in tables:
-        ends = begin + len(programs), begin + len(programs) + len(work), begin + len(programs) + len(work) + len(tiles)
-        counts = [stop - start for start, stop in zip(tiles[2::TILE_FIELDS], tiles[3::TILE_FIELDS], strict=True)]
-        slabs.append(
-            Slab(
-                programs=flat[begin : ends[0]],
-                work=flat[ends[0] : ends[1]],
-                tiles=flat[ends[1] : ends[2]],
-                num_tiles=len(tiles) // TILE_FIELDS,
-                places=sum(counts),
-                most_places=max(counts),
-            )
-        )
-        begin = ends[2]
+    tables = slab_tables(plan, tile, shape.kv_heads, limits, max_places=WORKSPACE_BYTES // place_bytes)
+    host = torch.from_numpy(np.concatenate([table.reshape(-1) for slab in tables for table in slab] or [_NOTHING]))
+    if plan.device.type == "cuda":
+        host = host.pin_memory()
+    flat, begin, slabs = host.to(plan.device, non_blocking=True), 0, []
+    for slab in tables:
+        views = []
+        for table in slab:
+            views.append(flat[begin : begin + table.size].view(table.shape))
+            begin += table.size
+        slabs.append(Slab(*views))
     return Schedule(tile, tuple(slabs))
 
 
-def _row_tiles(plan: AttentionPlan, tile: TileShape) -> Iterator[RowTile]:
-    for r in range(plan.num_sequences):
+def slab_tables(
+    plan: StepRows,
+    tile: TileShape,
+    kv_heads: int,
+    limits: DeviceLimits,
+    *,
+    max_places: int,
+    most_waves: int = MOST_WAVES,
+) -> list[Tables]:
+    """The records of every slab of a step. `max_places`: of one slab."""
+    row_tiles = list(_row_tiles(plan, tile))
+    part_blocks = _part_blocks(row_tiles, tile, kv_heads, limits, most_waves)
+    groups = _slab_groups(row_tiles, part_blocks, max_places)
+    return [_tables(plan, group, part_blocks, tile.block_n) for group in groups]
+
+
+def _row_tiles(plan: StepRows, tile: TileShape) -> Iterator[RowTile]:
+    for r in range(len(plan.row_indptr) - 1):
         segments = [s for s in range(plan.seg_indptr[r], plan.seg_indptr[r + 1]) if plan.seg_length[s] > 0]
         stop = plan.row_indptr[r + 1]
         for start in range(plan.row_indptr[r], stop, tile.rows):
@@ -238,14 +268,16 @@ def _row_tiles(plan: AttentionPlan, tile: TileShape) -> Iterator[RowTile]:
             yield RowTile(start, end, seen, blocks, live=plan.seg_indptr[r + 1] - 1, last=end == stop)
 
 
-def _part_blocks(row_tiles: list[RowTile], tile: TileShape, kv_heads: int, limits: DeviceLimits) -> int:
+def _part_blocks(
+    row_tiles: list[RowTile], tile: TileShape, kv_heads: int, limits: DeviceLimits, most_waves: int
+) -> int:
     """Key blocks per program: those with which the device is done soonest, all programs taking equally long."""
     counts = Counter(rows.blocks for rows in row_tiles)
     least = _parts(MIN_PART_TOKENS, tile.block_n)
     most = max(least, *counts) if counts else least
     best, best_time = most, None
-    for wave in range(1, MOST_WAVES + 1):
-        room = wave * limits.multiprocessors * tile.programs // kv_heads
+    for wave in range(1, most_waves + 1):
+        room = wave * programs_at_once(tile, kv_heads, limits)
         # the smallest part with which no more programs come about than fit
         low, high = least, most
         while low < high:
@@ -259,6 +291,11 @@ def _part_blocks(row_tiles: list[RowTile], tile: TileShape, kv_heads: int, limit
         if best_time is None or time < best_time:
             best, best_time = low, time
     return best
+
+
+def programs_at_once(tile: TileShape, kv_heads: int, limits: DeviceLimits) -> int:
+    """Of one KV head, on the whole device."""
+    return max(1, limits.multiprocessors * tile.programs // kv_heads)
 
 
 def _parts(length: int, part: int) -> int:
@@ -281,19 +318,16 @@ def _slab_groups(row_tiles: list[RowTile], part_blocks: int, max_places: int) ->
         yield group
 
 
-def _hidden(plan: AttentionPlan, tile: RowTile, segment: int) -> int:
+def _hidden(plan: StepRows, tile: RowTile, segment: int) -> int:
     if segment == tile.live:
         return SOME_HIDDEN if tile.last else SEARCH
     return ALL_SEEN if plan.seg_first_row[segment] <= tile.start else SOME_HIDDEN
 
 
-def _slab_tables(
-    plan: AttentionPlan, group: list[RowTile], part_blocks: int, block_n: int
-) -> tuple[list[int], list[int], list[int]]:
-    """(program table, work table, tile table) of one slab, flat."""
+def _tables(plan: StepRows, group: list[RowTile], part_blocks: int, block_n: int) -> Tables:
     programs: list[Program] = []
     work: list[WorkItem] = []
-    tiles: list[int] = []
+    tiles: list[tuple[int, int, int]] = []  # rows, place begin, place end
     for tile in group:
         first = len(programs)
         # equal parts: a short last one would leave its multiprocessor idle
@@ -322,11 +356,21 @@ def _slab_tables(
                 programs[-1] = programs[-1]._replace(work_end=len(work))
                 room -= _parts(end - start, block_n)
                 start = end
-        tiles += (tile.start, tile.end, first, len(programs))
+        tiles.append((tile.end - tile.start, first, len(programs)))
     # stable: row tiles stay in order within a part
     programs.sort(key=lambda program: (work[program.work_begin].segment, work[program.work_begin].key_start))
-    return _flat(programs, PROGRAM_FIELDS), _flat(work, WORK_FIELDS), tiles
+    rows = np.arange(group[0].start, group[-1].end)
+    counts, *places = np.array(tiles, dtype=np.int32).T
+    within = rows - np.repeat([tile.start for tile in group], counts)
+    return Tables(
+        programs=_records(programs, PROGRAM_FIELDS),
+        work=_records(work, WORK_FIELDS),
+        rows=np.stack((rows, within, *(np.repeat(x, counts) for x in places)), axis=1).astype(np.int32),
+    )
 
 
-def _flat(records: Sequence[tuple[int, ...]], fields: int) -> list[int]:
-    return [value for record in records for value in record + (0,) * (fields - len(record))]
+def _records(records: Sequence[tuple[int, ...]], fields: int) -> IntArray:
+    table = np.zeros((len(records), fields), dtype=np.int32)
+    if records:
+        table[:, : len(records[0])] = records
+    return table

@@ -158,15 +158,16 @@ def test_every_visible_key_is_in_exactly_one_work_item() -> None:
         schedule = make_schedule(plan, shape, limits)
         seen = {(t, s): 0 for t in range(plan.num_rows) for s in range(len(plan.seg_length))}
         for slab in schedule.slabs:
-            work = slab.work.view(-1, triton_schedule.WORK_FIELDS).tolist()
-            tiles = slab.tiles.view(-1, triton_schedule.TILE_FIELDS).tolist()
-            programs = slab.programs.view(-1, triton_schedule.PROGRAM_FIELDS).tolist()
-            assert sorted(work[program[0]][8] for program in programs) == list(range(slab.places))
+            work = slab.work.tolist()
+            rows = slab.rows.tolist()
+            programs = slab.programs.tolist()
+            assert sorted(work[program[0]][8] for program in programs) == list(range(len(slab.programs)))
             for begin, end, *_ in programs:
                 place = work[begin][8]
-                tile = next(tile for tile in tiles if tile[2] <= place < tile[3])
+                tile = [(row, within) for row, within, first, end in rows if first <= place < end]
                 for segment, page_begin, key_start, key_end, delta, _, row_start, row_end, *rest in work[begin:end]:
-                    assert (row_start, row_end, rest[0]) == (*tile[:2], place)
+                    assert tile == [(row, row - row_start) for row in range(row_start, row_end)]
+                    assert rest[0] == place
                     assert (page_begin, delta) == (plan.page_indptr[segment], plan.seg_delta[segment])
                     assert key_start % schedule.tile.block_n == 0
                     for t in range(row_start, row_end):
@@ -183,7 +184,7 @@ def test_one_long_request_fills_the_device() -> None:
     spec = StepSpec([4096], [0], [SequenceSpec([Piece(0, 0, 4096, 4096 * i) for i in range(5)], [20480], 1)], 16)
     plan = build(spec, Heads(1, 1, 2, 2, None)).plan
     schedule = make_schedule(plan, HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10))
-    assert 8 * sum(slab.places for slab in schedule.slabs) >= 264
+    assert 8 * sum(len(slab.programs) for slab in schedule.slabs) >= 264
 
 
 @pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, 227 << 10], ids=["sm86", "sm80", "sm90"])
