@@ -23,12 +23,13 @@ from torch import Tensor
 
 from lazy_rag.cache import CachedChunk, ChunkCache
 from lazy_rag.errors import CacheFullError, LazyRAGError, QueueFullError, RuntimeClosedError
+from lazy_rag.execution import Executor, Logits
 from lazy_rag.futures import as_lazy_error, resolve, set_exception, set_result
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, Segment
-from lazy_rag.model import LanguageModel, Step
-from lazy_rag.plan import Part, PlacedSegment, Sequence, build_plan
-from lazy_rag.requests import ChunkUse, Completion, Counters, EncodeJob, Encoding, Request, Ticket
+from lazy_rag.model import LanguageModel
+from lazy_rag.plan import Part, PlacedSegment, Sequence
+from lazy_rag.requests import Answer, ChunkUse, Completion, Counters, EncodeJob, Encoding, Flight, Request, Ticket
 from lazy_rag.residency import Records, Residency
 from lazy_rag.sampling import Sampler, SamplingParams, TextStream
 
@@ -67,6 +68,10 @@ class Engine:
         self._prefix = prefix
         self._encode_tokens = encode_tokens
         self._impl = impl
+        self.executor = Executor(model, self.pool, impl)
+        # launch a step before the one before is read back: only where launching does not wait for the device
+        self._ahead = model.device.type == "cuda"
+        self._flight: Flight | None = None
         self._decode = decode
         self._end_ids = end_ids
         self._max_queue = max_queue
@@ -80,7 +85,9 @@ class Engine:
     # any thread
 
     def start(self) -> None:
-        """Start the thread and encode the prefix. Raises what that raises."""
+        """Compile and capture what steps need, start the thread, encode the prefix. Raises what that raises."""
+        if self._ahead and self._impl == "triton":
+            self.executor.warm(encode_tokens=self._encode_tokens)
         self._thread.start()
         if self._prefix is not None:
             try:
@@ -152,18 +159,23 @@ class Engine:
                 self._admit()
                 self.residency.feed_jobs(bool(self._running))
                 parts = self._select()
-                if parts:
-                    self._step(parts)
+                flight = self._launch(parts) if parts else None
+                # on a GPU the step before is read while the new one runs
+                self._land()
+                self._flight = flight
+                if not self._ahead:
+                    self._land()
         except BaseException as error:  # noqa: BLE001  a bug here must not leave callers waiting for ever
             _log.exception("the engine stopped")
             reason = f"the engine stopped after an internal error: {error!r}; close this runtime and make a new one"
             with self._lock:
                 self._closing = True
         self._fail_all(reason)
+        self.executor.close()
 
     def _take_commands(self) -> bool:
         """Run queued commands; sleeps when there is nothing else to do. False at the end."""
-        busy = bool(self._running or self.residency.encodings or self.residency.jobs or self._waiting)
+        busy = bool(self._flight or self._running or self.residency.encodings or self.residency.jobs or self._waiting)
         while True:
             try:
                 command = self._commands.get(block=not busy)
@@ -187,27 +199,69 @@ class Engine:
                 budget -= rows
         return parts
 
-    def _step(self, parts: list[Part]) -> None:
-        """One forward pass, then what follows from it for each sequence."""
+    def _launch(self, parts: list[Part]) -> Flight | None:
+        """One forward pass, and a token for each request whose last row it holds; nothing is read back."""
         requests = {id(r.sequence): r for r in self._running}
         encodings = {id(e.sequence): e for e in self.residency.encodings.values()}
         asked = [p for p in parts if id(p.sequence) in requests and p.rows == p.sequence.remaining]
         try:
-            logits = self._forward(parts, asked)
+            logits = self.executor.run(parts, [(p, p.sequence.pages[0]) for p in asked])
         except Exception as error:  # noqa: BLE001  whatever the model raised: those in this step fail, the engine goes on
             _log.exception("a forward pass failed")
             for part in parts:
                 self._fail_sequence(requests.get(id(part.sequence)), encodings.get(id(part.sequence)), error)
-            return
+            return None
+        self.counters.steps += 1
         for part in parts:
             part.sequence.computed += part.rows
             encoding = encodings.get(id(part.sequence))
             if encoding is not None and part.sequence.remaining == 0:
                 self._publish(encoding)
-        for i, part in enumerate(asked):
-            request = requests[id(part.sequence)]
-            self._guarded(request, lambda request=request, i=i: self._advance(request, logits[i]))  # type: ignore[misc]
-        self.counters.steps += 1
+        return self._choose([requests[id(part.sequence)] for part in asked], logits) if asked else None
+
+    def _choose(self, requests: list[Request], logits: Logits) -> Flight:
+        """Choose a token for each row of the logits, on the device, and let the sequences go on with it."""
+        drawn = torch.stack((logits.token, logits.peak.double(), torch.full_like(logits.peak, torch.nan)), dim=1)
+        answers = []
+        for i, request in enumerate(requests):
+            sequence, sampler = request.sequence, request.sampler
+            assert sequence is not None and sampler is not None
+            if request.wants_logits:
+                answers.append(Answer(request, -1, logits.rows[i].clone()))
+                continue
+            place = sequence.pages[0]
+            if not sampler.plain:
+                try:
+                    drawn[i] = sampler.draw(logits.rows[i])
+                    self.executor.last_tokens[place] = drawn[i, 0].to(torch.int64)
+                except Exception as error:  # noqa: BLE001  this request only
+                    _log.exception("choosing a token failed")
+                    self._fail_sequence(request, None, error)
+                    continue
+            answers.append(Answer(request, len(sequence.tokens)))
+            request.launched += 1
+            if request.launched < request.sampling.max_tokens:
+                sequence.tokens.append(-1 - place)
+                sequence.positions.append(sequence.positions[-1] + 1)
+        if not self._ahead:
+            return Flight(answers, drawn, None)
+        host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+        host.copy_(drawn, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Flight(answers, host, done)
+
+    def _land(self) -> None:
+        """Read back the step that was launched before, and deliver what it gave."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        if flight.done is not None:
+            flight.done.synchronize()
+        rows = flight.drawn.tolist()
+        for answer, drawn in zip(flight.answers, rows, strict=True):
+            if answer.request.sequence is not None:  # else it ended meanwhile: nobody asks any more
+                self._guarded(answer.request, lambda answer=answer, drawn=drawn: self._advance(answer, drawn))  # type: ignore[misc]
 
     def _publish(self, encoding: Encoding) -> None:
         try:
@@ -224,17 +278,6 @@ class Engine:
             if not isinstance(error, LazyRAGError):
                 _log.exception("a request failed")
             self._fail_sequence(request, None, error)
-
-    def _forward(self, parts: list[Part], asked: list[Part]) -> Tensor:
-        """Logits float32 [len(asked), vocab] of the last row of each asked part."""
-        plan = build_plan(parts, self.pool, self.model.rope, self._impl)
-        tokens: list[int] = []
-        for part in parts:
-            tokens.extend(part.sequence.tokens[part.sequence.computed :][: part.rows])
-        last_row = {id(part): plan.row_indptr[i + 1] - 1 for i, part in enumerate(parts)}
-        rows = torch.tensor([last_row[id(part)] for part in asked], dtype=torch.int64, device=plan.device)
-        token_ids = torch.tensor(tokens, dtype=torch.int64, device=plan.device)
-        return self.model.forward(token_ids, plan.positions, rows, Step(plan, self.pool.layers, self.model.rope))
 
     # engine thread: admission
 
@@ -359,30 +402,31 @@ class Engine:
 
     # engine thread: answers
 
-    def _advance(self, request: Request, logits: Tensor) -> None:
-        """Choose a token from the last row's logits, deliver its text, and finish or go on."""
-        now = time.perf_counter()
+    def _advance(self, answer: Answer, drawn: list[float]) -> None:
+        """Take a step's result for one request, deliver its text, and finish or go on."""
+        request = answer.request
         if not request.first_token_at:
-            request.times.prefill = now - request.encoded_at
-        if request.wants_logits:
-            self._finish(request, "logits", logits.to("cpu", copy=True))
+            request.times.prefill = time.perf_counter() - request.encoded_at
+        if answer.logits is not None:
+            self._finish(request, "logits", answer.logits.to("cpu"))
             return
-        reason = self._choose(request, logits)
+        reason = self._take(request, answer.index, drawn)
         if reason is not None:
             self._finish(request, reason)
 
-    def _choose(self, request: Request, logits: Tensor) -> str | None:
-        """One sampling step; returns why the answer ends, or None."""
+    def _take(self, request: Request, index: int, drawn: list[float]) -> str | None:
+        """One token more; returns why the answer ends, or None."""
         sequence, sampler, stream = request.sequence, request.sampler, request.stream
         assert sequence is not None and sampler is not None and stream is not None
-        drawn, logprob = sampler.sample(logits)
-        token = int(drawn)
+        token, logprob = sampler.read(drawn)
+        if index < len(sequence.tokens):
+            sequence.tokens[index] = token
         if not request.first_token_at:
             request.first_token_at = time.perf_counter()
             request.times.first_token = request.first_token_at - request.submitted
         request.token_ids.append(token)
         if logprob is not None:
-            request.logprobs.append(float(logprob))
+            request.logprobs.append(logprob)
         self.counters.tokens_generated += 1
         if token in self._end_ids and not request.sampling.ignore_eos:
             return "stop"
@@ -391,8 +435,6 @@ class Engine:
             return "stop"
         if len(request.token_ids) >= request.sampling.max_tokens:
             return "length"
-        sequence.tokens.append(token)
-        sequence.positions.append(sequence.positions[-1] + 1)
         return None
 
     def _deliver(self, request: Request, text: str) -> None:

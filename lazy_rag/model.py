@@ -89,6 +89,7 @@ class Probe:
 
     def __init__(self) -> None:
         self.modules: dict[int, nn.Module] = {}
+        self.query_heads: dict[int, int] = {}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -97,6 +98,7 @@ class Probe:
         if layer in self.modules:
             raise UnsupportedModelError(f"layer {layer} calls attention twice in one forward pass")
         self.modules[layer], self.keys[layer], self.values[layer] = module, k, v
+        self.query_heads[layer] = q.shape[1]
         scores = torch.einsum("thd,lhd->htl", q.float(), k.repeat_interleave(group, 1).float()) * scaling
         hidden = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool, device=q.device).triu(1)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
@@ -106,7 +108,7 @@ class Probe:
 class LanguageModel:
     """A causal LM behind the seam, examined on this very instance.
 
-    Attributes: `kv_shapes` (per layer), `rope`, `dtype`, `device`, `max_positions`.
+    Attributes: `kv_shapes` and `query_heads` (per layer), `rope`, `dtype`, `device`, `max_positions`.
 
     Args:
         model: a `transformers` causal LM; its attention implementation is ours until `release`.
@@ -164,6 +166,7 @@ class LanguageModel:
         self.kv_shapes = tuple(
             KVShape(here.keys[i].shape[1], here.keys[i].shape[2], here.values[i].shape[2]) for i in range(count)
         )
+        self.query_heads = tuple(here.query_heads[i] for i in range(count))
         self.rope = rope_table(self.config, self.model.base_model, [here.modules[i] for i in range(count)])
         limit = _INVARIANCE_FLOAT if self.dtype in (torch.float32, torch.float64) else _INVARIANCE_HALF
         for delta in sorted({min(37, self.max_positions - 8), self.max_positions - 8}):

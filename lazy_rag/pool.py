@@ -61,7 +61,8 @@ class PageLayout:
 class PagePool:
     """Pages of one device and dtype.
 
-    `layers[i]` views layer i of every page; `positions` (int32 [N, P]) holds the stored position of every token slot.
+    `layers[i]` views layer i of every page; `positions` (int32 [N + 1, P]) holds the stored position of every token
+    slot. Page N, the spare one, is nobody's: rows that only fill up a step write there.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class PagePool:
         self.dtype = dtype
         # empty, not zeros: on the host the system maps it on first touch, so an unused budget costs nothing; no reader
         # looks beyond a segment's length, so what lies there cannot matter
-        self.data = torch.empty(num_pages, layout.elements, dtype=dtype, device=device)
-        self.positions = torch.zeros(num_pages, layout.page_size, dtype=torch.int32, device=device)
+        self.data = torch.empty(num_pages + 1, layout.elements, dtype=dtype, device=device)
+        self.positions = torch.zeros(num_pages + 1, layout.page_size, dtype=torch.int32, device=device)
         self.layers = tuple(self._layer(i) for i in range(len(layout.shapes)))
         self._free = list(range(num_pages))  # a heap: low pages first keeps spans close together
         self._is_free = bytearray(b"\x01" * num_pages)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from lazy_rag.cache import CachedChunk
@@ -89,6 +90,7 @@ class Request:
     sampler: Sampler | None = None
     stream: TextStream | None = None
     # filled while generating
+    launched: int = 0  # tokens chosen on the device, read back or not
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     times: Times = field(default_factory=Times)
@@ -123,6 +125,24 @@ class EncodeJob:
     leases: list[CachedChunk] = field(default_factory=list)
     in_flight: int = 0
     resident: int = 0
+
+
+@dataclass(eq=False)
+class Answer:
+    """What a launched step gives one request."""
+
+    request: Request
+    index: int  # of the new token in the sequence; -1: the logits were asked for
+    logits: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step that was launched and not yet read back. `drawn`: float64 [answers, 3] on the host, when `done` is."""
+
+    answers: list[Answer]
+    drawn: Tensor
+    done: torch.cuda.Event | None
 
 
 @dataclass

@@ -21,7 +21,7 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from lazy_rag_kernels import Rotation, SegmentAngles
@@ -42,6 +42,7 @@ class RopeTable:
 
     inv_freq: dict[str, Tensor]  # name to float64 [rotary dim / 2], on the host
     layers: tuple[LayerRope | None, ...]
+    _copies: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def angles(self, deltas: Sequence[int], device: torch.device) -> dict[str, SegmentAngles]:
         """cos and sin of `delta * inv_freq` for each segment, float32 [S, rotary dim / 2], per frequency set."""
@@ -52,6 +53,20 @@ class RopeTable:
             both = torch.stack((angle.cos(), angle.sin())).to(torch.float32).to(device)
             tables[name] = SegmentAngles(both[0], both[1])
         return tables
+
+    def refresh(self, tables: dict[str, SegmentAngles], deltas: Tensor) -> None:
+        """`angles` on the device, in place: `deltas` int32 [S], tables as `angles` returns them."""
+        steps = deltas.to(torch.float64)[:, None]
+        for name, table in tables.items():
+            angle = steps * self.on(deltas.device)[name]
+            table.cos.copy_(angle.cos())
+            table.sin.copy_(angle.sin())
+
+    def on(self, device: torch.device) -> dict[str, Tensor]:
+        """The frequencies on a device, copied there once."""
+        if device not in self._copies:
+            self._copies[device] = {name: inv_freq.to(device) for name, inv_freq in self.inv_freq.items()}
+        return self._copies[device]
 
     def describe(self) -> str:
         """A stable text of everything here, for keys."""

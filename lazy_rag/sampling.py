@@ -174,11 +174,16 @@ class Sampler:
         penalised = params.repetition_penalty not in (None, 1.0)
         self._seen = _TokenBuffer(prompt_ids, device) if penalised else None
 
-    def sample(self, logits: torch.Tensor) -> tuple[int, float | None]:
-        """The next token and, if asked for, its log probability under the unprocessed distribution.
+    @property
+    def plain(self) -> bool:
+        """True when the choice is the most likely token and nothing else is asked for: no `draw` is needed."""
+        return self._greedy and not self._processors and not self._logprobs
 
-        logits: float [vocab], on the sampler's device; not modified. Reads the device once.
-        Raises `EngineError` if they hold NaN or +inf, or nothing but -inf (which alone masks a token).
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose the next token without reading the device: float64 [3] of token, largest logit and log probability
+        (under the unprocessed distribution; nan if not asked for). For `read`.
+
+        logits: float [vocab], on the sampler's device; not modified.
         """
         if logits.dim() != 1:
             raise EngineError(f"sampling needs logits of shape [vocab], got {tuple(logits.shape)}")
@@ -194,13 +199,25 @@ class Sampler:
             self._seen.append(index)
         # NaN and +inf both win a maximum, so one value tells whether the whole row is sound.
         top = logits.gather(-1, index) if scores is logits else logits.amax(dim=-1, keepdim=True)
-        read = [index.double(), top.double()]
         if self._logprobs:
-            read.append(torch.log_softmax(logits, dim=-1).gather(-1, index).double())
-        token, peak, *logprob = torch.cat(read).tolist()
+            logprob = torch.log_softmax(logits, dim=-1).gather(-1, index).double()
+        else:
+            logprob = top.new_full((1,), math.nan, dtype=torch.float64)
+        return torch.cat((index.double(), top.double(), logprob))
+
+    def read(self, drawn: Sequence[float]) -> tuple[int, float | None]:
+        """The token and, if asked for, its log probability, from what `draw` gave, on the host.
+
+        Raises `EngineError` if the logits held NaN or +inf, or nothing but -inf (which alone masks a token).
+        """
+        token, peak, logprob = drawn
         if not math.isfinite(peak):
             raise EngineError(f"the model returned unusable logits (their maximum is {peak})")
-        return int(token), logprob[0] if logprob else None
+        return int(token), logprob if self._logprobs else None
+
+    def sample(self, logits: torch.Tensor) -> tuple[int, float | None]:
+        """`draw` and `read`."""
+        return self.read(self.draw(logits).tolist())
 
     def _race(self, scores: torch.Tensor) -> torch.Tensor:
         """float32 [vocab] whose argmax is a draw from softmax(scores): probabilities over exponential variates.

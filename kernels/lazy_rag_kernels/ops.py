@@ -47,7 +47,7 @@ def prepare(plan: AttentionPlan, stored_positions: Tensor) -> AttentionPlan:
 
 def write_positions(stored_positions: Tensor, plan: AttentionPlan) -> None:
     """Record the position of each of the step's rows in its token slot. `stored_positions`: int32 [N, P]."""
-    stored_positions.view(-1)[plan.write_rows[plan.page_size]] = plan.positions.to(torch.int32)
+    stored_positions.view(-1).index_copy_(0, plan.write_rows[plan.page_size], plan.positions.to(torch.int32))
 
 
 def write_kv(k: Tensor, v: Tensor, pages: LayerPages, plan: AttentionPlan) -> None:

@@ -1,0 +1,216 @@
+"""Running one step on the device: eagerly, or by replaying a CUDA graph over static tables.
+
+    parts ─► StepTables ─► a bucket holds it?  yes: fill the static tables, replay its graph
+                                               no:  plan tensors of the step's own size, eager forward
+
+Either way the most likely token of each asked row stays on the device, in `last_tokens`, where the next step finds it:
+a decode step is launched before the host has read the tokens of the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lazy_rag.model import LanguageModel, Step
+from lazy_rag.plan import Part, StepTables, build_plan, collect
+from lazy_rag.plan import Sequence as TokenSequence
+from lazy_rag.pool import PagePool
+
+if TYPE_CHECKING:  # Triton is absent on machines that only run the reference
+    from lazy_rag_kernels.triton_static import BucketPlan, StaticTables
+
+_log = logging.getLogger(__name__)
+
+# a decode step has one row per request; a step of live tokens any number of rows of any requests
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+LIVE_BUCKETS = (16, 32, 64, 128, 256, 512)
+# answers a step of live tokens may bring
+LIVE_ASKED = 64
+MOST_SEGMENTS = 4096
+MOST_PAGES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a step gave for its asked rows, on the device; valid until the next step is launched."""
+
+    rows: Tensor  # float32 [A, vocab]
+    token: Tensor  # int64 [A], the most likely one, lowest id on ties
+    peak: Tensor  # float32 [A], its logit; nan if the row holds any
+
+
+@dataclass
+class _Graph:
+    plan: BucketPlan
+    logits: Logits
+    replay: Callable[[], None]
+
+
+class Executor:
+    """Runs steps. On a GPU with impl="triton", `warm` captures graphs; before, and elsewhere, every step is eager."""
+
+    def __init__(self, model: LanguageModel, pool: PagePool, impl: str) -> None:
+        self._model = model
+        self._pool = pool
+        self._impl = impl
+        # by a request's first private page: unique while it runs
+        self.last_tokens = torch.zeros(pool.num_pages + 1, dtype=torch.int64, device=model.device)
+        self._graphs: list[_Graph] = []
+        self._tables: StaticTables | None = None
+        self.replays = 0
+
+    def run(self, parts: Sequence[Part], asked: Sequence[tuple[Part, int]]) -> Logits:
+        """One forward pass over the rows of the parts, in stream order.
+
+        Args:
+            asked: parts whose last row's logits are wanted, and the place of their token in `last_tokens`.
+        """
+        step = collect(parts, self._pool.page_size)
+        last_row = {id(part): step.row_indptr[i + 1] - 1 for i, part in enumerate(parts)}
+        rows, places = [last_row[id(part)] for part, _ in asked], [place for _, place in asked]
+        graph = self._fitting(step, len(asked))
+        if graph is not None and self._tables is not None and self._tables.fill(graph.plan, step, rows, places):
+            graph.replay()
+            self.replays += 1
+            found, count = graph.logits, len(asked)
+            return Logits(found.rows[:count], found.token[:count], found.peak[:count])
+        return self._eager(step, rows, places)
+
+    def _eager(self, step: StepTables, rows: Sequence[int], places: Sequence[int]) -> Logits:
+        plan = build_plan(step, self._pool, self._model.rope, self._impl)
+        numbers = torch.tensor([*step.token_ids, *rows, *places], dtype=torch.int64).to(plan.device)
+        token_ids, asked_rows, asked_places = numbers.split((len(step.token_ids), len(rows), len(places)))
+        if min(step.token_ids) < 0:
+            token_ids = self._known(token_ids)
+        logits = self._model.forward(token_ids, plan.positions, asked_rows, self._step(plan))
+        return self._answer(logits, asked_places)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Token ids with those replaced that only the device knows."""
+        return torch.where(token_ids < 0, self.last_tokens[(-1 - token_ids).clamp_min(0)], token_ids)
+
+    def _step(self, plan: Any) -> Step:
+        return Step(plan, self._pool.layers, self._model.rope)
+
+    def _answer(self, logits: Tensor, places: Tensor) -> Logits:
+        # not max(): of equal logits the lowest id is promised, and only argmax on the CPU and the GPU keeps that
+        token = logits.argmax(dim=-1)
+        self.last_tokens.index_copy_(0, places, token)
+        return Logits(logits, token, logits.gather(1, token[:, None])[:, 0])
+
+    def _fitting(self, step: StepTables, asked: int) -> _Graph | None:
+        """The smallest graph that holds a step."""
+        rows = len(step.positions)
+        decode = rows == len(step.row_indptr) - 1
+        for graph in self._graphs:
+            bucket = graph.plan.bucket
+            if bucket.rows >= rows and bucket.asked >= asked and (decode or bucket.most_rows > 1):
+                return graph
+        return None
+
+    # graphs
+
+    def warm(self, *, encode_tokens: int, capture: bool = True) -> None:
+        """Compile every kernel a step can need, and capture the graphs. Nothing compiles after it.
+
+        Args:
+            encode_tokens: most rows of a step.
+            capture: False runs what would be captured eagerly, over the same tables: a graph's result, bit for bit.
+        """
+        from lazy_rag_kernels.triton_schedule import HeadShape
+        from lazy_rag_kernels.triton_static import Bucket, Capacity, StaticTables
+
+        began = time.perf_counter()
+        device = self._model.device
+        self._warm_eager(encode_tokens)
+        most = min(encode_tokens, LIVE_BUCKETS[-1])
+        buckets = [Bucket(n, n, 1) for n in DECODE_BUCKETS if n <= most]
+        buckets += [Bucket(n, min(n, LIVE_ASKED), n) for n in LIVE_BUCKETS if n <= most]
+        heads = self._model.query_heads
+        self._tables = StaticTables(
+            buckets,
+            Capacity(MOST_SEGMENTS, MOST_PAGES),
+            shapes={
+                HeadShape(heads[i] // s.heads, s.heads, s.k_dim, s.v_dim, self._pool.dtype.itemsize)
+                for i, s in enumerate(self._model.kv_shapes)
+            },
+            strides=self._pool.row_strides,
+            frequencies={name: len(f) for name, f in self._model.rope.inv_freq.items()},
+            stored_positions=self._pool.positions,
+            spare_place=self._pool.num_pages,
+        )
+        self._model.rope.on(device)
+        memory = None
+        graphs = []
+        for plan in reversed(self._tables.plans):  # the largest first: the others fit the memory it took
+            try:
+                graph, memory = self._capture(plan, memory) if capture else (self._uncaptured(plan), None)
+            except Exception as error:  # noqa: BLE001  a model that reads the device back, say: eager steps are as right
+                _log.warning("no CUDA graphs for this model, its steps run eagerly: %s", error)
+                self._tables = None
+                return
+            graphs.append(graph)
+        self._graphs = sorted(graphs, key=lambda g: (g.plan.bucket.rows, g.plan.bucket.most_rows))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        _log.info("%d graphs ready in %.1f s", len(graphs), time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Let go of graphs and tables."""
+        self._graphs, self._tables = [], None
+
+    def _warm_eager(self, encode_tokens: int) -> None:
+        """Steps of sizes that between them use every tile shape; their pages are given back."""
+        rows = 1
+        while rows <= min(encode_tokens, 256):
+            for length in (1, 16) if rows == 1 else (rows,):
+                pages = self._pool.allocate(self._pool.pages_for(length))
+                if pages is None:
+                    return
+                sequence = TokenSequence([0] * length, list(range(length)), (), pages, computed=length - rows)
+                try:
+                    part = Part(sequence, rows)
+                    self.run([part], [(part, self._pool.num_pages)])
+                finally:
+                    for page in pages:
+                        self._pool.clear(page)
+                    self._pool.free(pages)
+            rows *= 2
+
+    def _body(self, chosen: BucketPlan) -> Logits:
+        plan, tables = chosen.plan, self._tables
+        assert tables is not None
+        positions = self._pool.positions
+        positions.view(-1).index_copy_(0, plan.write_rows[plan.page_size], plan.positions.to(torch.int32))
+        self._model.rope.refresh(tables.angles, tables.deltas)
+        token_ids = self._known(chosen.token_ids)
+        logits = self._model.forward(token_ids, plan.positions, chosen.asked_rows, self._step(plan))
+        return self._answer(logits, chosen.asked_places)
+
+    def _uncaptured(self, plan: BucketPlan) -> _Graph:
+        """The same work without a graph."""
+        logits = self._body(plan)
+        graph = _Graph(plan, logits, lambda: None)
+
+        def replay() -> None:
+            graph.logits = self._body(plan)
+
+        graph.replay = replay
+        return graph
+
+    def _capture(self, plan: BucketPlan, memory: Any) -> tuple[_Graph, Any]:
+        """Capture one bucket. `memory`: the pool of the graphs captured before, shared by all."""
+        self._body(plan)  # compiles what is not compiled yet, and lets libraries take their workspaces
+        torch.cuda.synchronize(self._model.device)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use the device meanwhile: an embedder, say
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            logits = self._body(plan)
+        return _Graph(plan, logits, graph.replay), graph.pool()

@@ -1,0 +1,142 @@
+"""Steps over static tables: as right as eager ones, whatever shares the step; a graph's result is theirs bit for bit.
+
+Without a GPU the captured work runs eagerly over the same tables, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams, execution
+from lazy_rag.engine import Engine
+from lazy_rag.plan import Part, Sequence, collect
+from tests.fixtures import PAGE, make_runtime
+from tests.layouts import chunk_sizes, make_chunk, random_layout, random_tokens
+from tests.oracle import oracle_logits, tolerance
+from tests.tiny_models import tiny_model
+
+pytest.importorskip("triton")
+
+from lazy_rag_kernels import triton_static
+from lazy_rag_kernels.triton_schedule import DeviceLimits
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_buckets() -> Iterator[None]:
+    """So few and small that steps of these tests fill, overflow and share them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execution, "DECODE_BUCKETS", (1, 2))
+        patch.setattr(execution, "LIVE_BUCKETS", (32,))
+        patch.setattr(execution, "MOST_SEGMENTS", 32)
+        if not GPU:  # interpreted programs are slow, also those without work
+            patch.setattr(triton_static, "device_limits", lambda device: DeviceLimits(2, 99 << 10))
+        yield
+
+
+@pytest.fixture(scope="module")
+def runtime(few_buckets: None) -> Iterator[Runtime]:
+    with make_runtime(impl="triton", device=DEVICE) as made:
+        warm(made)
+        yield made
+
+
+def warm(runtime: Runtime) -> None:
+    engine = runtime._engine
+    if not engine.executor._graphs:
+        engine.call(lambda: engine.executor.warm(encode_tokens=64, capture=GPU)).result()
+    assert engine.executor._graphs
+
+
+def layouts(runtime: Runtime, count: int, seed: int) -> list[PromptLayout]:
+    rng = random.Random(seed)
+    chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in chunk_sizes(PAGE)]
+    return [random_layout(runtime, chunks, rng) for _ in range(count)]
+
+
+def assert_exact(runtime: Runtime, layout: PromptLayout) -> None:
+    expected = oracle_logits(tiny_model("llama"), layout)[-1]
+    assert float((runtime.next_token_logits(layout).cpu() - expected).abs().max()) <= tolerance(expected)
+
+
+def test_answers_are_exact(runtime: Runtime) -> None:
+    replays = runtime._engine.executor.replays
+    for layout in layouts(runtime, 3, seed=0):
+        assert_exact(runtime, layout)
+    assert runtime._engine.executor.replays > replays
+
+
+def test_requests_that_share_steps_get_their_solo_answers(runtime: Runtime) -> None:
+    made = layouts(runtime, 4, seed=1)
+    sampling = [
+        SamplingParams(max_tokens=3, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=1.0, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=1, temperature=0, logprobs=True, ignore_eos=True),
+        SamplingParams(max_tokens=3, temperature=0, repetition_penalty=1.3, ignore_eos=True),
+    ]
+    wanted = [sampling[i % 4] for i in range(len(made))]
+    alone = [runtime.generate(layout, sampling=s).text for layout, s in zip(made, wanted, strict=True)]
+    engine = runtime._engine
+    tickets = [engine.submit(layout, s.resolve(None)) for layout, s in zip(made, wanted, strict=True)]
+    together = [ticket.future.result().text for ticket in tickets]
+    assert together == alone
+    assert engine.call(engine.check).result() == []
+
+
+def test_a_step_too_large_for_the_tables_runs_eagerly(runtime: Runtime) -> None:
+    chunk = make_chunk(runtime, range(10, 15))
+    builder = LayoutBuilder(runtime.prefix, PAGE)
+    for _ in range(40):
+        builder.segment(chunk)
+    layout = builder.live([7, 8, 9]).build()
+    assert_exact(runtime, layout)
+    replays = runtime._engine.executor.replays
+    assert_exact(runtime, layout)
+    assert runtime._engine.executor.replays == replays
+
+
+def test_warming_leaves_the_pool_alone() -> None:
+    with make_runtime(impl="triton", device=DEVICE) as runtime:
+        engine = runtime._engine
+        engine.executor.close()
+        (layout,) = layouts(runtime, 1, seed=5)
+        runtime.next_token_logits(layout)
+        before = engine.call(lambda: contents(engine)).result()
+        warm(runtime)
+        assert engine.call(lambda: contents(engine)).result() == before
+
+
+def contents(engine: Engine) -> list[float]:
+    held = [page for page in range(engine.pool.num_pages) if not engine.pool._is_free[page]]
+    return [engine.pool.data[held].double().sum().item(), engine.pool.positions[held].double().sum().item()]
+
+
+def test_unused_rows_leave_the_pool_alone(runtime: Runtime) -> None:
+    """A bucket's rows beyond the step write to the spare page only."""
+    (layout,) = layouts(runtime, 1, seed=4)
+    runtime.next_token_logits(layout)
+    engine = runtime._engine
+
+    before = engine.call(lambda: contents(engine)).result()
+    runtime.generate(layout, sampling=SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    assert engine.call(lambda: contents(engine)).result() == before
+
+
+def test_tables_are_what_the_step_says() -> None:
+    pages = tuple(range(3, 9))
+    parts = [
+        Part(Sequence([5, 6, 7], [10, 11, 12], (), pages[:2], computed=1), 2),
+        Part(Sequence([-4], [3], (), pages[2:3]), 1),
+    ]
+    step = collect(parts, page_size=2)
+    assert step.token_ids == [6, 7, -4]
+    assert step.slots.tolist() == [3 * 2 + 1, 4 * 2, 5 * 2]
+    assert step.write_rows(7, 2).tolist() == [3 * 7 + 1, 4 * 7, 5 * 7]
+    assert (step.row_indptr, step.seg_indptr, step.page_indptr) == ((0, 2, 3), (0, 1, 2), (0, 2, 3))
+    assert (step.seg_length, step.seg_delta, step.seg_first_row) == ((3, 1), (0, 0), (0, 2))
