@@ -26,10 +26,11 @@ from lazy_rag.rope import RopeTable
 
 SEAM = "lazy_rag"
 
-# Largest |k(p + delta) - R(delta) k(p)| / max |k| taken for rounding. A wrong pairing, a learned position or changing
-# frequencies are off by 0.4 or more; float32 angles at far positions round to about 1e-3.
+# Largest |k(p + delta) - R(delta) k(p)| / |k| (Euclidean norms) taken for rounding. A wrong pairing, a learned position
+# or changing frequencies are off by 0.3 or more. Angles of far positions round to about 1e-3 in float32; in bfloat16 the
+# hidden states of deep layers drift apart by some percent.
 _INVARIANCE_FLOAT = 5e-3
-_INVARIANCE_HALF = 5e-2
+_INVARIANCE_HALF = 1e-1
 
 
 class Attender(Protocol):
@@ -178,7 +179,7 @@ class LanguageModel:
                     turned = rotate(turned, *tables[rope.frequencies], rope.rotation)
                 pairs = (("keys", turned, there.keys[i]), ("values", here.values[i], there.values[i]))
                 for name, expected, got in pairs:
-                    error = float((expected - got).abs().max() / expected.abs().max().clamp(min=1e-30))
+                    error = float((expected - got).float().norm() / expected.float().norm().clamp(min=1e-30))
                     if not error <= limit:
                         raise UnsupportedModelError(
                             f"{kind}: {name} of layer {i} do not keep their form when moved by {delta} positions "

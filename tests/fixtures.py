@@ -51,7 +51,7 @@ def make_runtime(family: str = "llama", *, store: Path | None = None, seed: int 
         "store": store,
         **options,
     }
-    return Runtime(tiny_model(family, seed=seed), **settings)
+    return Runtime(tiny_model(family, seed=seed).to(settings.pop("device", "cpu")), **settings)
 
 
 def pages(runtime: Runtime, count: int) -> int:
