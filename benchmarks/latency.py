@@ -8,9 +8,11 @@ model under the exactness contract's mask. Floors: weights and KV read once at t
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,13 +122,16 @@ def forget(runtime: Runtime, chunks: list[Chunk]) -> None:
     runtime._engine.call(lambda: residency.welcome(ids)).result()
 
 
-def profile(runtime: Runtime, layout: PromptLayout) -> None:
-    """Where the device time of one hot request of a few tokens goes, by kernel."""
-    sampling = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+def profile(name: str, work: Callable[[], Any], rows: int = 14) -> None:
+    """Where the device time of some work goes, by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        runtime.generate(layout, sampling=sampling)
+        work()
         torch.cuda.synchronize()
-    print(seen.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=70))
+    kernels = sorted(seen.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    print(f"{name}: {sum(k.self_device_time_total for k in kernels) / 1000:.2f} ms on the device")
+    for kernel in kernels[:rows]:
+        time_ms = kernel.self_device_time_total / 1000
+        print(f"  {kernel.key[:72]:<72}{time_ms:9.3f} ms {kernel.count:6d} x {1000 * time_ms / kernel.count:8.1f} us")
 
 
 def stock_cold(model: PreTrainedModel, layout: PromptLayout) -> Timing:
@@ -150,6 +155,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-stock", action="store_true")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     versions = {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__}
     print(", ".join(f"{key} {value}" for key, value in (machine() | versions).items()))
     error = check_answers()
@@ -165,6 +171,16 @@ def main() -> None:
         started = time.perf_counter() - began
         print(f"start: {started:.1f} s (wanted: at most 20 without compile)")
         others = torch.cuda.memory_allocated() - runtime._engine.pool.data.nbytes - model.get_memory_footprint()
+        host: list[float] = []
+        run = runtime._engine.executor.run
+
+        def timed(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            result = run(*arguments)
+            host.append(time.perf_counter() - begin)
+            return result
+
+        runtime._engine.executor.run = timed  # type: ignore[method-assign]
         chunks = [make_chunk(runtime, rng, CHUNK_TOKENS) for _ in range(CHUNKS)]
         layout = lay_out(runtime, chunks, LIVE, rng)
         torch.cuda.reset_peak_memory_stats()
@@ -180,13 +196,16 @@ def main() -> None:
             first_token(runtime, lay_out(runtime, rng.sample(chunks, CHUNKS), LIVE, rng)) for _ in range(options.runs)
         ]
         results["hot"] = statistics.median(hot[2:])
+        print(f"host time to launch a hot step: {1000 * statistics.median(host[-options.runs :]):.2f} ms")
         peak = torch.cuda.max_memory_allocated() - before
         print(
             f"memory beyond weights and pages: {others / 2**30:.2f} GiB, at most {peak / 2**30:.2f} GiB more in a step"
         )
         kv = len(layout) * runtime._engine.pool.page_bytes / runtime._engine.pool.page_size
         if options.profile:
-            profile(runtime, layout)
+            profile("one hot first token", lambda: first_token(runtime, layout))
+            forget(runtime, chunks)
+            profile("cold", lambda: first_token(runtime, layout))
         contexts = [layout]
         while len(contexts) < max(options.requests):
             more = [make_chunk(runtime, rng, CHUNK_TOKENS) for _ in range(CHUNKS)]
@@ -196,6 +215,10 @@ def main() -> None:
         for n in options.requests:
             times = [decode_step(runtime, contexts[:n]) for _ in range(4)][1:]
             results[f"decode {n}"] = statistics.median(times)
+            if options.profile:
+                count = runtime._engine.counters.steps
+                profile(f"decode of {n}", lambda n=n: decode_step(runtime, contexts[:n]))  # type: ignore[misc]
+                print(f"  in {runtime._engine.counters.steps - count} steps")
         replays, steps = runtime._engine.executor.replays, runtime._engine.counters.steps
         print(f"{replays} of {steps} steps were graph replays")
     floor = {"hot": (weights + kv) / rate} | {f"decode {n}": (weights + n * kv) / rate for n in options.requests}

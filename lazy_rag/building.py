@@ -44,6 +44,7 @@ class Settings:
     page_size: int
     impl: str
     max_queue: int | None
+    compile: bool
 
     @classmethod
     def of(
@@ -73,6 +74,8 @@ class Settings:
         for name in ("prefix", "separator", "namespace"):
             if not isinstance(rest[name], str):
                 raise ConfigError(f"{name}={rest[name]!r} must be a string")
+        if not isinstance(rest["compile"], bool):
+            raise ConfigError(f"compile={rest['compile']!r} must be True or False")
         chosen = impl or ("triton" if on_gpu else "reference")
         if chosen not in IMPLS:
             raise ConfigError(f"impl={impl!r} is not one of {', '.join(map(repr, IMPLS))}")
@@ -134,6 +137,8 @@ def _build(
         if isinstance(error, LazyRAGError):
             raise
         raise ConfigError(f"cache_bytes: a budget of {count} pages cannot be had from this machine: {error}") from error
+    if settings.compile:
+        model.compile()
     cache = ChunkCache(pool, make_policy(policy), None if records is None else _spill(pool, records))
     engine = Engine(
         model,

@@ -380,7 +380,7 @@ class Engine:
             uses.append(ChunkUse(s.chunk_id, s.offset, s.start, s.length, tier))
             seen.add(s.chunk_id)
         request.uses = tuple(uses)
-        request.sampler = Sampler(request.sampling, self.model.device, layout.token_ids())
+        request.sampler = Sampler(request.sampling, self.model.device, layout.token_ids)
         request.stream = TextStream(self._decode, request.sampling.stop_strings)
         for entry in request.leases:
             self.cache.used(entry)

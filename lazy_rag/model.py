@@ -9,6 +9,7 @@ passed always, and the name is not in the mask interface, so no T x T mask is ev
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,10 +28,13 @@ from lazy_rag.rope import RopeTable
 SEAM = "lazy_rag"
 
 # Largest |k(p + delta) - R(delta) k(p)| / |k| (Euclidean norms) taken for rounding. A wrong pairing, a learned position
-# or changing frequencies are off by 0.3 or more. Angles of far positions round to about 1e-3 in float32; in bfloat16 the
-# hidden states of deep layers drift apart by some percent.
+# or changing frequencies are off by 0.3 or more. Far positions round to about 1e-3 in float32; in bfloat16 the hidden
+# states of deep layers drift apart by some percent.
 _INVARIANCE_FLOAT = 5e-3
 _INVARIANCE_HALF = 1e-1
+
+
+_NOT_ALONE = "this model is driven by a lazy-rag Runtime and cannot be called on its own until the runtime is closed"
 
 
 class Attender(Protocol):
@@ -52,12 +56,53 @@ def _seam(
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls, with [1, heads, T, D] tensors."""
+    if torch.compiler.is_compiling():  # opaque to the compiler; the step it serves is the calling thread's
+        return _compiled_attend(query, key, value, module.layer_idx, scaling, *_extras(extras)), None  # type: ignore[no-any-return]
     if plan is None:
-        raise UnsupportedModelError(
-            "this model is driven by a lazy-rag Runtime and cannot be called on its own until the runtime is closed"
-        )
+        raise UnsupportedModelError(_NOT_ALONE)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return plan.attend(module, q, k, v, scaling, extras).unsqueeze(0), None
+
+
+def _extras(extras: dict[str, Any]) -> tuple[int | None, float | None, Tensor | None]:
+    return extras.get("sliding_window"), extras.get("softcap"), extras.get("s_aux")
+
+
+class _Current(threading.local):
+    """The step a thread's compiled forward pass serves: a compiled graph takes tensors and numbers only."""
+
+    attender: Attender | None = None
+
+
+_current = _Current()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    layer_idx: int
+
+
+@torch.library.custom_op(
+    "lazy_rag::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, SymInt layer, float scaling, SymInt? window, float? softcap, "
+    "Tensor? sinks) -> Tensor",
+)
+def _compiled_attend(  # type: ignore[no-untyped-def]
+    query, key, value, layer, scaling, window, softcap, sinks
+):
+    """`_seam` inside a compiled forward pass. K and V go to the pool, which the compiler never sees."""
+    attender = _current.attender
+    if attender is None:
+        raise UnsupportedModelError(_NOT_ALONE)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    extras = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    return attender.attend(_Layer(layer), q, k, v, scaling, extras).unsqueeze(0)
+
+
+@_compiled_attend.register_fake
+def _(query, key, value, layer, scaling, window, softcap, sinks):  # type: ignore[no-untyped-def]
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 @dataclass(frozen=True)
@@ -70,6 +115,7 @@ class Step:
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, extras: dict[str, Any]) -> Tensor:
         pages, rope = self.layers[module.layer_idx], self.rope.layers[module.layer_idx]
+        window, softcap, sinks = _extras(extras)
         write_kv(k, v, pages, self.plan)
         out, _ = segment_attention(
             q,
@@ -78,9 +124,9 @@ class Step:
             scaling=scaling,
             rotation=rope.rotation if rope else None,
             angles=self.plan.angles[rope.frequencies] if rope else None,
-            window=extras.get("sliding_window"),
-            softcap=extras.get("softcap"),
-            sinks=extras.get("s_aux"),
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
         )
         return out
 
@@ -126,6 +172,7 @@ class LanguageModel:
         self.dtype = model.dtype
         self.device = model.device
         self.max_positions = int(model.config.max_position_embeddings)
+        self.compiled = False
         self._previous = model.config._attn_implementation
         AttentionInterface.register(SEAM, _seam)  # type: ignore[arg-type]
         model.set_attn_implementation(SEAM)
@@ -143,20 +190,37 @@ class LanguageModel:
             raise UnsupportedModelError(
                 f"the model's attention was switched to {self.config._attn_implementation!r} while a runtime drives it"
             )
-        with torch.inference_mode():
-            output = self.model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                attention_mask=None,
-                use_cache=False,
-                logits_to_keep=logit_rows,
-                plan=plan,
-            )
+        # compiled, the step must not be among the arguments: it would be guarded, and each would compile anew. So would
+        # views: their bases are guarded
+        arguments = {} if self.compiled else {"plan": plan}
+        if self.compiled:
+            token_ids, positions = token_ids.clone(), positions.clone()
+        _current.attender = plan
+        try:
+            with torch.inference_mode():
+                output = self.model(
+                    input_ids=token_ids[None],
+                    position_ids=positions[None],
+                    attention_mask=None,
+                    use_cache=False,
+                    logits_to_keep=logit_rows,
+                    **arguments,
+                )
+        finally:
+            _current.attender = None
         return output.logits[0].to(torch.float32)
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Let torch.compile fuse the small operations of the body, at its first steps. The head stays as it is."""
+        self.model.base_model.compile(dynamic=True, backend=backend)
+        self.compiled = True
 
     def release(self) -> None:
         """Give the model back with the attention implementation it came with."""
         self.model.set_attn_implementation(self._previous)
+        if self.compiled:
+            self.model.base_model._compiled_call_impl = None
+            self.compiled = False
 
     def _examine(self) -> None:
         """Learn what each layer stores, and require k(p + delta) = R(delta) k(p) and equal values on every layer."""

@@ -68,6 +68,7 @@ class Runtime:
         encode_tokens: most rows of one forward pass.
         page_size: token slots of a page.
         impl: "reference" or "triton"; default "triton" on a GPU.
+        compile: fuse the model's small operations with torch.compile at the start, which takes about a minute.
         repair: default of every request: "none", "head" or "exact".
         progress: show progress bars on long work.
 
@@ -100,6 +101,7 @@ class Runtime:
         encode_tokens: int = 8192,
         page_size: int = 16,
         impl: str | None = None,
+        compile: bool = False,
         repair: str = "none",
         progress: bool = True,
     ) -> None:
@@ -122,6 +124,7 @@ class Runtime:
             encode_tokens=encode_tokens,
             page_size=page_size,
             max_queue=max_queue,
+            compile=compile,
         )
         known_repair(repair)
         known_namespace(namespace)

@@ -155,11 +155,13 @@ class _TokenBuffer:
 class Sampler:
     """Chooses the tokens of one request.
 
-    `params` must be resolved. The draws come from this request's own generator, so they do not depend on what else
-    runs in the batch.
+    `params` must be resolved; `prompt_ids` is asked only where a penalty needs them. The draws come from this request's
+    own generator, so they do not depend on what else runs in the batch.
     """
 
-    def __init__(self, params: SamplingParams, device: torch.device | str, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, params: SamplingParams, device: torch.device | str, prompt_ids: Callable[[], Sequence[int]] = tuple
+    ) -> None:
         device = torch.device(device)
         self._logprobs = params.logprobs
         self._greedy = params.greedy
@@ -172,7 +174,7 @@ class Sampler:
             else:
                 self._generator.manual_seed(params.seed)
         penalised = params.repetition_penalty not in (None, 1.0)
-        self._seen = _TokenBuffer(prompt_ids, device) if penalised else None
+        self._seen = _TokenBuffer(prompt_ids(), device) if penalised else None
 
     @property
     def plain(self) -> bool:

@@ -18,6 +18,7 @@ from lazy_rag import LayoutBuilder, Live, PromptLayout, Runtime, SamplingParams
 from lazy_rag.families import FAMILIES as SUPPORTED
 from lazy_rag.layout import LiveRun, Segment, repair_layout
 from lazy_rag.loading import load_model
+from lazy_rag.model import LanguageModel
 from tests.layouts import chunk_sizes, make_chunk, random_layout, random_tokens
 from tests.oracle import full_attention_logits, oracle_all, oracle_logits, tolerance
 from tests.tiny_models import FAMILIES, tiny_model
@@ -368,3 +369,22 @@ class TestSmolLM2:
             chunks_used = {**layout.chunks, prefix.id: prefix}
             mistaken = oracle_logits(stock, replace(layout, prefix=prefix, chunks=chunks_used))[-1]
             assert float((results[0] - mistaken).abs().max()) > 100 * tolerance(mistaken)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_compiled_model_is_exact_and_compiles_no_second_time(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the compiler's front half: what it generates behind that is its own affair."""
+    compile_ = LanguageModel.compile
+    monkeypatch.setattr(LanguageModel, "compile", lambda model: compile_(model, backend="aot_eager"))
+    rng = random.Random(5)
+    stock = tiny_model(family)
+    torch._dynamo.reset()
+    with make_runtime(family, compile=True) as runtime:
+        chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in chunk_sizes(PAGE)]
+        assert_exact(runtime, stock, random_layout(runtime, chunks, rng))
+        runtime.generate(random_layout(runtime, chunks, rng), sampling=SamplingParams(max_tokens=2, ignore_eos=True))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(3):
+                assert_exact(runtime, stock, random_layout(runtime, chunks, rng))
+        driven = runtime._parts.model.model
+    assert driven.base_model._compiled_call_impl is None

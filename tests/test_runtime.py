@@ -619,7 +619,7 @@ def gpt2() -> dict[str, object]:
         ({"model": "missing.gguf"}, ModelLoadError),
         ("gpt2", UnsupportedModelError),
         ({"model": "smollm2-135m", "modle": 1}, ConfigError),
-        ({"model": "smollm2-135m", "compile": True}, ConfigError),
+        ({"model": "smollm2-135m", "compile": "yes"}, ConfigError),
         ({"model": "smollm2-135m", "repair": "magic"}, ConfigError),
         ({"model": "smollm2-135m", "page_size": 0}, ConfigError),
         ({"model": "smollm2-135m", "dtype": "int8"}, ConfigError),

@@ -28,7 +28,7 @@ NEUTRAL: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_p
 
 def draws(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
     resolved = SamplingParams(**{"seed": 0, "temperature": 1.0, **params}).resolve()
-    sampler = Sampler(resolved, "cpu", [])
+    sampler = Sampler(resolved, "cpu")
     return [sampler.sample(logits)[0] for _ in range(count)]
 
 
@@ -128,7 +128,7 @@ def test_frequencies_follow_the_distribution() -> None:
 def test_same_seed_same_draws_whatever_else_runs() -> None:
     alone = draws(50, seed=7)
     params = SamplingParams(temperature=1.0, seed=7).resolve()
-    mine, other = Sampler(params, "cpu", []), Sampler(SamplingParams(temperature=1.0, seed=8).resolve(), "cpu", [])
+    mine, other = Sampler(params, "cpu"), Sampler(SamplingParams(temperature=1.0, seed=8).resolve(), "cpu")
     mixed = []
     for _ in range(50):
         other.sample(LOGITS)
@@ -142,7 +142,7 @@ def test_same_seed_same_draws_whatever_else_runs() -> None:
 def test_repetition_penalty_covers_prompt_and_answer() -> None:
     logits = torch.tensor([2.0, 1.9, 1.8, -1.0])
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0).resolve()
-    sampler = Sampler(params, "cpu", [0])
+    sampler = Sampler(params, "cpu", lambda: [0])
     # 0 is in the prompt (2.0 -> 1.0); each chosen token is penalised from then on.
     assert [sampler.sample(logits)[0] for _ in range(3)] == [1, 2, 0]
     assert logits.tolist() == pytest.approx([2.0, 1.9, 1.8, -1.0])
@@ -151,20 +151,20 @@ def test_repetition_penalty_covers_prompt_and_answer() -> None:
 def test_repetition_penalty_buffer_grows() -> None:
     vocab = 500
     logits = torch.linspace(2.0, 1.5, vocab)
-    sampler = Sampler(SamplingParams(temperature=0.0, repetition_penalty=3.0).resolve(), "cpu", [])
+    sampler = Sampler(SamplingParams(temperature=0.0, repetition_penalty=3.0).resolve(), "cpu")
     assert [sampler.sample(logits)[0] for _ in range(vocab)] == list(range(vocab))
 
 
 def test_logprob_is_of_the_unprocessed_distribution() -> None:
     params = SamplingParams(temperature=0.3, top_k=2, repetition_penalty=1.5, seed=1, logprobs=True).resolve()
-    sampler = Sampler(params, "cpu", [3])
+    sampler = Sampler(params, "cpu", lambda: [3])
     for _ in range(20):
         token, logprob = sampler.sample(LOGITS * 1.0)
         assert logprob == pytest.approx(math.log(PROBABILITIES[token]), abs=1e-6)
-    greedy = Sampler(SamplingParams(temperature=0.0, logprobs=True).resolve(), "cpu", [])
+    greedy = Sampler(SamplingParams(temperature=0.0, logprobs=True).resolve(), "cpu")
     assert greedy.sample(LOGITS) == (1, pytest.approx(math.log(0.4), abs=1e-6))
     assert draws(1, temperature=0.0) == [1]
-    assert Sampler(SamplingParams().resolve(), "cpu", []).sample(LOGITS)[1] is None
+    assert Sampler(SamplingParams().resolve(), "cpu").sample(LOGITS)[1] is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
