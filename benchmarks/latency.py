@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--page-size", type=int, default=None)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-stock", action="store_true")
@@ -166,7 +167,9 @@ def main() -> None:
     model, rng, results = make_model(options.layers), random.Random(0), {}
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
     began = time.perf_counter()
-    extra = {"compile": True} if options.compile else {}
+    extra: dict[str, Any] = {"compile": True} if options.compile else {}
+    if options.page_size:
+        extra["page_size"] = options.page_size
     with make_runtime(model, **extra) as runtime:
         started = time.perf_counter() - began
         print(f"start: {started:.1f} s (wanted: at most 20 without compile)")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lazy_rag.model import LanguageModel, Step
-from lazy_rag.plan import Part, StepTables, build_plan, collect
+from lazy_rag.plan import Part, StepTables, build_plan, collect, to_device
 from lazy_rag.plan import Sequence as TokenSequence
 from lazy_rag.pool import PagePool
 
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 # a decode step has one row per request; a step of live tokens any number of rows of any requests
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 LIVE_BUCKETS = (16, 32, 64, 128, 256, 512)
-# answers a step of live tokens may bring
-LIVE_ASKED = 64
+# sequences of a step of live tokens: with few, programs without work would show
+FEW_SEQUENCES, LIVE_ASKED = 4, 64
 MOST_SEGMENTS = 4096
 MOST_PAGES = 1 << 18
 
@@ -75,7 +75,7 @@ class Executor:
         step = collect(parts, self._pool.page_size)
         last_row = {id(part): step.row_indptr[i + 1] - 1 for i, part in enumerate(parts)}
         rows, places = [last_row[id(part)] for part, _ in asked], [place for _, place in asked]
-        graph = self._fitting(step, len(asked))
+        graph = self._fitting(step)
         if graph is not None and self._tables is not None and self._tables.fill(graph.plan, step, rows, places):
             graph.replay()
             self.replays += 1
@@ -85,7 +85,7 @@ class Executor:
 
     def _eager(self, step: StepTables, rows: Sequence[int], places: Sequence[int]) -> Logits:
         plan = build_plan(step, self._pool, self._model.rope, self._impl)
-        numbers = torch.tensor([*step.token_ids, *rows, *places], dtype=torch.int64).to(plan.device)
+        numbers = to_device(torch.tensor([*step.token_ids, *rows, *places], dtype=torch.int64), plan.device)
         token_ids, asked_rows, asked_places = numbers.split((len(step.token_ids), len(rows), len(places)))
         if min(step.token_ids) < 0:
             token_ids = self._known(token_ids)
@@ -105,13 +105,14 @@ class Executor:
         self.last_tokens.index_copy_(0, places, token)
         return Logits(logits, token, logits.gather(1, token[:, None])[:, 0])
 
-    def _fitting(self, step: StepTables, asked: int) -> _Graph | None:
+    def _fitting(self, step: StepTables) -> _Graph | None:
         """The smallest graph that holds a step."""
         rows = len(step.positions)
-        decode = rows == len(step.row_indptr) - 1
+        sequences = len(step.row_indptr) - 1
+        decode = rows == sequences
         for graph in self._graphs:
             bucket = graph.plan.bucket
-            if bucket.rows >= rows and bucket.asked >= asked and (decode or bucket.most_rows > 1):
+            if bucket.rows >= rows and bucket.sequences >= sequences and (decode or bucket.most_rows > 1):
                 return graph
         return None
 
@@ -132,7 +133,9 @@ class Executor:
         self._warm_eager(encode_tokens)
         most = min(encode_tokens, LIVE_BUCKETS[-1])
         buckets = [Bucket(n, n, 1) for n in DECODE_BUCKETS if n <= most]
-        buckets += [Bucket(n, min(n, LIVE_ASKED), n) for n in LIVE_BUCKETS if n <= most]
+        for n in LIVE_BUCKETS:
+            if n <= most:
+                buckets += [Bucket(n, FEW_SEQUENCES, n), Bucket(n, min(n, LIVE_ASKED), n)]
         heads = self._model.query_heads
         self._tables = StaticTables(
             buckets,
@@ -157,7 +160,9 @@ class Executor:
                 self._tables = None
                 return
             graphs.append(graph)
-        self._graphs = sorted(graphs, key=lambda g: (g.plan.bucket.rows, g.plan.bucket.most_rows))
+        self._graphs = sorted(
+            graphs, key=lambda g: (g.plan.bucket.rows, g.plan.bucket.most_rows, g.plan.bucket.sequences)
+        )
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         _log.info("%d graphs ready in %.1f s", len(graphs), time.perf_counter() - began)

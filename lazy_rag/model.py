@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from lazy_rag_kernels import AttentionPlan, LayerPages, segment_attention, write_kv
+from lazy_rag_kernels import AttentionPlan, LayerPages, live_attention, write_kv
 from lazy_rag_kernels.rotary import rotate
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -117,8 +117,10 @@ class Step:
         pages, rope = self.layers[module.layer_idx], self.rope.layers[module.layer_idx]
         window, softcap, sinks = _extras(extras)
         write_kv(k, v, pages, self.plan)
-        out, _ = segment_attention(
+        return live_attention(
             q,
+            k,
+            v,
             pages,
             self.plan,
             scaling=scaling,
@@ -128,7 +130,6 @@ class Step:
             softcap=softcap,
             sinks=sinks,
         )
-        return out
 
 
 class Probe:

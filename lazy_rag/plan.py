@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lazy_rag_kernels import AttentionPlan, prepare, write_positions
+from torch import Tensor
 
 from lazy_rag.pool import PagePool
 from lazy_rag.rope import RopeTable
@@ -73,6 +74,7 @@ class StepTables:
     seg_length: tuple[int, ...]
     seg_delta: tuple[int, ...]
     seg_first_row: tuple[int, ...]
+    computed: tuple[int, ...]  # R, rows of earlier steps
 
     def write_rows(self, stride: int, page_size: int) -> npt.NDArray[Any]:
         """Row of each token slot in a flat view with `stride` rows per page, int64 [T]."""
@@ -117,16 +119,24 @@ def collect(parts: Seq[Part], page_size: int) -> StepTables:
         seg_length=tuple(lengths),
         seg_delta=tuple(deltas),
         seg_first_row=tuple(first_rows),
+        computed=tuple(part.sequence.computed for part in parts),
     )
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that does not wait for what runs there: from pageable memory it would."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def build_plan(step: StepTables, pool: PagePool, rope: RopeTable, impl: str) -> AttentionPlan:
     """Plan one forward pass, and record its rows' positions in the pool."""
     size, device = pool.page_size, pool.data.device
     plan = AttentionPlan(
-        positions=torch.tensor(step.positions, dtype=torch.int64).to(device),
-        pages=torch.from_numpy(step.pages.astype(np.int64)).to(device),
-        write_rows={stride: torch.from_numpy(step.write_rows(stride, size)).to(device) for stride in pool.row_strides},
+        positions=to_device(torch.tensor(step.positions, dtype=torch.int64), device),
+        pages=to_device(torch.from_numpy(step.pages.astype(np.int64)), device),
+        write_rows={
+            stride: to_device(torch.from_numpy(step.write_rows(stride, size)), device) for stride in pool.row_strides
+        },
         row_indptr=step.row_indptr,
         seg_indptr=step.seg_indptr,
         page_indptr=step.page_indptr,
@@ -138,4 +148,4 @@ def build_plan(step: StepTables, pool: PagePool, rope: RopeTable, impl: str) -> 
         impl=impl,
     )
     write_positions(pool.positions, plan)
-    return prepare(plan, pool.positions)
+    return prepare(plan, pool.positions, step.computed)

@@ -50,7 +50,10 @@ class RopeTable:
         tables = {}
         for name, inv_freq in self.inv_freq.items():
             angle = steps * inv_freq[None, :]
-            both = torch.stack((angle.cos(), angle.sin())).to(torch.float32).to(device)
+            both = torch.stack((angle.cos(), angle.sin())).to(torch.float32)
+            if device.type == "cuda":  # from pageable memory the copy would wait for what runs there
+                both = both.pin_memory()
+            both = both.to(device, non_blocking=True)
             tables[name] = SegmentAngles(both[0], both[1])
         return tables
 

@@ -6,7 +6,16 @@ Knows tensors, pages and deltas; nothing of chunks, models or documents. Dimensi
     D head dim (Dk keys, Dv values)   P page size (token slots)   N pages of the pool
 """
 
-from lazy_rag_kernels.ops import IMPLS, KernelError, prepare, require, segment_attention, write_kv, write_positions
+from lazy_rag_kernels.ops import (
+    IMPLS,
+    KernelError,
+    live_attention,
+    prepare,
+    require,
+    segment_attention,
+    write_kv,
+    write_positions,
+)
 from lazy_rag_kernels.plan import AttentionPlan, LayerPages, Rotation, SegmentAngles
 
 __all__ = [
@@ -16,6 +25,7 @@ __all__ = [
     "LayerPages",
     "Rotation",
     "SegmentAngles",
+    "live_attention",
     "prepare",
     "require",
     "segment_attention",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lazy_rag_kernels import reference
+from lazy_rag_kernels.dense import causal_attention, dense_part, library_takes
 from lazy_rag_kernels.plan import AttentionPlan, LayerPages, Rotation, SegmentAngles
 
 IMPLS = ("reference", "triton")
@@ -34,15 +36,22 @@ def require(impl: str, device: torch.device) -> None:
         _triton_module().check_device(device)
 
 
-def prepare(plan: AttentionPlan, stored_positions: Tensor) -> AttentionPlan:
+def prepare(plan: AttentionPlan, stored_positions: Tensor, computed: Sequence[int] | None = None) -> AttentionPlan:
     """Derive once per step what the plan's implementation needs in every layer.
 
     Args:
         stored_positions: int32 [N, P], the stored position of each token slot, this step's rows included.
+        computed: rows of each sequence in earlier steps; where known, whole sequences may take `plan.dense`.
     """
     require(plan.impl, plan.device)
     module = reference if plan.impl == "reference" else _triton_module()
-    return replace(plan, state=module.prepare(plan, stored_positions))
+    dense = None
+    if plan.impl == "triton" and plan.device.type == "cuda" and computed is not None:
+        dense = dense_part(plan, computed)
+        if dense is not None:
+            rest = replace(dense.rest, state=module.prepare(dense.rest, stored_positions))
+            dense = replace(dense, rest=rest)
+    return replace(plan, state=module.prepare(plan, stored_positions), dense=dense)
 
 
 def write_positions(stored_positions: Tensor, plan: AttentionPlan) -> None:
@@ -52,6 +61,9 @@ def write_positions(stored_positions: Tensor, plan: AttentionPlan) -> None:
 
 def write_kv(k: Tensor, v: Tensor, pages: LayerPages, plan: AttentionPlan) -> None:
     """Store this step's K [T, HKV, Dk] and V [T, HKV, Dv] of one layer in the rows' token slots (any strides)."""
+    if plan.impl == "triton":
+        _triton_module().write_kv(k, v, pages, plan)
+        return
     pages.k_rows.index_copy_(0, plan.write_rows[pages.k_stride], k.flatten(1))
     pages.v_rows.index_copy_(0, plan.write_rows[pages.v_stride], v.flatten(1))
 
@@ -128,3 +140,61 @@ def _check(
         raise KernelError(f"rotary dims {rotation.start}:{rotation.start + rotation.dim} exceed head dim {dim}")
     if sinks is not None and sinks.shape != (heads,):
         raise KernelError(f"sinks {tuple(sinks.shape)} must be [{heads}]")
+
+
+def live_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: LayerPages,
+    plan: AttentionPlan,
+    *,
+    scaling: float,
+    rotation: Rotation | None = None,
+    angles: SegmentAngles | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`segment_attention` of a step whose K and V are at hand: out [T, H, Dv].
+
+    Sequences of `plan.dense` take the library's causal attention among their own rows where it takes the layer.
+
+    Args:
+        k, v: the step's own [T, HKV, Dk] and [T, HKV, Dv], already written to their pages.
+    """
+    part = plan.dense
+    if part is not None and softcap is None and sinks is None and library_takes(q, v):
+        longest = max(length for _, _, length in part.groups)
+        alone = not any(part.rest.seg_length)
+        if window is None or (longest <= window and alone):
+            _check(q, pages, part.rest, rotation, angles, sinks)
+            other = causal_attention(q, k, v, part, scaling)
+            if alone:
+                return other[0]
+            out, _ = _triton_module().segment_attention(
+                q,
+                pages,
+                part.rest,
+                scaling=scaling,
+                rotation=rotation,
+                angles=angles,
+                window=window,
+                softcap=None,
+                sinks=None,
+                return_lse=False,
+                other=other,
+            )
+            return out  # type: ignore[no-any-return]
+    out, _ = segment_attention(
+        q,
+        pages,
+        plan,
+        scaling=scaling,
+        rotation=rotation,
+        angles=angles,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return out

@@ -60,6 +60,18 @@ class LayerPages:
 
 
 @dataclass(frozen=True)
+class DensePart:
+    """Sequences whose live rows are plain causal attention among themselves, which a library kernel does faster.
+
+    `rest` is the same step without those live keys. The groups are runs of consecutive rows: `count` sequences of
+    `length` rows each. Their cached segments (the encode prefix, say) are seen by all their rows.
+    """
+
+    groups: tuple[tuple[int, int, int], ...]  # first row, count, length
+    rest: AttentionPlan
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """Device metadata of one step, built once and read by every layer. Layout: see the module docstring.
 
@@ -81,6 +93,7 @@ class AttentionPlan:
     page_size: int
     impl: str
     state: Any = None  # filled by `prepare`: what the chosen implementation derives once per step
+    dense: DensePart | None = None
 
     @property
     def num_rows(self) -> int:

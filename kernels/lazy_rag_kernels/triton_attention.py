@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lazy_rag_kernels.ops import KernelError
 from lazy_rag_kernels.plan import AttentionPlan, LayerPages, Rotation, SegmentAngles
-from lazy_rag_kernels.triton_kernels import merge_kernel, partial_kernel
+from lazy_rag_kernels.triton_kernels import merge_kernel, partial_kernel, write_kernel
 from lazy_rag_kernels.triton_schedule import (
     PROGRAM_FIELDS,
     ROW_FIELDS,
@@ -52,6 +52,36 @@ def prepare(plan: AttentionPlan, stored_positions: Tensor) -> TritonState:
     return TritonState(plan, plan.pages.to(torch.int32), stored_positions, device_limits(plan.device))
 
 
+def write_kv(k: Tensor, v: Tensor, pages: LayerPages, plan: AttentionPlan) -> None:
+    """See `ops.write_kv`: K and V of all heads in one launch."""
+    check_device(k.device)
+    rows, kv_heads, k_dim = k.shape
+    if k.dtype != pages.k.dtype or v.dtype != pages.v.dtype:
+        raise KernelError(f"K and V are {k.dtype} and {v.dtype}, the pages {pages.k.dtype} and {pages.v.dtype}")
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    if rows == 0:
+        return
+    with torch.cuda.device_of(k):
+        write_kernel[(rows, kv_heads)](
+            k=k,
+            v=v,
+            k_rows=pages.k_rows,
+            v_rows=pages.v_rows,
+            k_index=plan.write_rows[pages.k_stride],
+            v_index=plan.write_rows[pages.v_stride],
+            k_stride_row=k.stride(0),
+            k_stride_head=k.stride(1),
+            v_stride_row=v.stride(0),
+            v_stride_head=v.stride(1),
+            HKV=kv_heads,
+            DK=k_dim,
+            DV=v.shape[2],
+            BLOCK_DK=padded(k_dim),
+            BLOCK_DV=padded(v.shape[2]),
+            num_warps=1,
+        )
+
+
 def segment_attention(
     q: Tensor,
     pages: LayerPages,
@@ -64,8 +94,13 @@ def segment_attention(
     softcap: float | None,
     sinks: Tensor | None,
     return_lse: bool,
+    other: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `ops.segment_attention`. Scores, softmax and merge in float32 (or float64), products in q's dtype."""
+    """See `ops.segment_attention`. Scores, softmax and merge in float32 (or float64), products in q's dtype.
+
+    Args:
+        other: (out [T, H, Dv], natural log-sum-exp [T, H]) of attention over other keys, to be joined with these.
+    """
     state: TritonState = plan.state
     _check(q, pages, plan, rotation, angles, sinks)
     if scaling <= 0:
@@ -97,7 +132,7 @@ def segment_attention(
             shape = (len(slab.programs), kv_heads, schedule.tile.block_m, padded(k_dim))
             turned = torch.empty(shape, dtype=q.dtype, device=q.device) if reload else None
             _launch_partial(q, pages, state, schedule, slab, turned, part_out, part_lse, layer)
-            _launch_merge(part_out, part_lse, state, slab, sinks, out, lse)
+            _launch_merge(part_out, part_lse, state, slab, sinks, other, out, lse)
     return out, lse
 
 
@@ -161,6 +196,7 @@ def _launch_merge(
     state: TritonState,
     slab: Slab,
     sinks: Tensor | None,
+    other: tuple[Tensor, Tensor] | None,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
@@ -173,6 +209,8 @@ def _launch_merge(
         part_lse=part_lse,
         rows=slab.rows,
         sinks=sinks,
+        other_out=None if other is None else other[0],
+        other_lse=None if other is None else other[1],
         out=out,
         lse=lse,
         HKV=kv_heads,

@@ -339,6 +339,8 @@ def merge_kernel(
     part_lse,
     rows,
     sinks,
+    other_out,
+    other_lse,
     out,
     lse,
     HKV: tl.constexpr,
@@ -350,7 +352,8 @@ def merge_kernel(
     FIELDS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """One row and head: the union of its tile's partial results, plus the sink logit, which has no value."""
+    """One row and head: the union of its tile's partial results, of what attention over other keys gave (`other_out`,
+    natural log-sum-exp), and of the sink logit, which has no value."""
     ACC: tl.constexpr = part_out.dtype.element_ty
     i_row, i_h = tl.program_id(0), tl.program_id(1)
     p_record = rows + i_row * FIELDS
@@ -368,8 +371,17 @@ def merge_kernel(
     else:
         b_m = tl.load(sinks + i_h).to(ACC) * LOG2E
         b_l = tl.full([], 1.0, ACC)
+    o_out = i_t.to(tl.int64) * (HKV * G) + i_h
     # [DV]
     b_acc = tl.zeros([BLOCK_DV], ACC)
+    if other_out is not None:
+        b_other = tl.load(other_lse + o_out).to(ACC) * LOG2E
+        b_m_new = tl.maximum(b_m, b_other)
+        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
+        b_weight = tl.exp2(b_other - b_shift)
+        b_l = b_l * tl.exp2(b_m - b_shift) + b_weight
+        b_acc += tl.load(other_out + o_out * DV + o_dv, mask=o_dv < DV, other=0.0).to(ACC) * b_weight
+        b_m = b_m_new
     for start in range(place_begin, place_end, BLOCK_PARTS):
         o_place = start + tl.arange(0, BLOCK_PARTS)
         o_part = (o_place * HKV + i_h // G).to(tl.int64) * BLOCK_M + o_m
@@ -385,9 +397,38 @@ def merge_kernel(
         b_l = b_l * b_scale + tl.sum(b_weight, axis=0)
         b_acc = b_acc * b_scale + tl.sum(b_part * b_weight[:, None], axis=0)
         b_m = b_m_new
-    o_out = i_t.to(tl.int64) * (HKV * G) + i_h
     b_l = tl.where(b_l > 0, b_l, 1.0)
     b_out = b_acc / b_l
     tl.store(out + o_out * DV + o_dv, b_out.to(out.dtype.element_ty), mask=o_dv < DV)
     if lse is not None:
         tl.store(lse + o_out, (b_m + tl.log2(b_l)) * LN2)
+
+
+@triton.jit(do_not_specialize=["k_stride_row", "k_stride_head", "v_stride_row", "v_stride_head"])
+def write_kernel(
+    k,
+    v,
+    k_rows,
+    v_rows,
+    k_index,
+    v_index,
+    k_stride_row,
+    k_stride_head,
+    v_stride_row,
+    v_stride_head,
+    HKV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One row and KV head: its key and its value go to their rows of the flat page views."""
+    i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_k = tl.load(k_index + i_t) * HKV + i_h
+    o_v = tl.load(v_index + i_t) * HKV + i_h
+    o_dk = tl.arange(0, BLOCK_DK)
+    o_dv = tl.arange(0, BLOCK_DV)
+    b_k = tl.load(k + i_t * k_stride_row + i_h * k_stride_head + o_dk, mask=o_dk < DK, other=0.0)
+    b_v = tl.load(v + i_t * v_stride_row + i_h * v_stride_head + o_dv, mask=o_dv < DV, other=0.0)
+    tl.store(k_rows + o_k * DK + o_dk, b_k, mask=o_dk < DK)
+    tl.store(v_rows + o_v * DV + o_dv, b_v, mask=o_dv < DV)

@@ -38,8 +38,8 @@ from lazy_rag_kernels.triton_schedule import (
     tile_shape,
 )
 
-# decode steps of few requests fill the device in one wave; launching programs without work would show
-ONE_WAVE_ROWS = 8
+# few requests fill the device in one wave; launching programs without work would show
+ONE_WAVE_SEQUENCES = 8
 # records and arrays start at multiples of 16 bytes: Triton compiles another variant for other alignments
 _ALIGNMENT = 16
 
@@ -48,7 +48,7 @@ class Bucket(NamedTuple):
     """What one graph is captured for."""
 
     rows: int  # T
-    asked: int  # rows whose logits are wanted
+    sequences: int  # most of them, and so the most rows whose logits are wanted
     most_rows: int  # of one sequence
 
 
@@ -118,7 +118,7 @@ class StaticTables:
         self._capacity = capacity
         self._strides = sorted(set(strides))
         self._shapes = sorted(set(shapes))
-        rows, asked = max(b.rows for b in buckets), max(b.asked for b in buckets)
+        rows, asked = max(b.rows for b in buckets), max(b.sequences for b in buckets)
         parts = {s: max(self._parts(s, self._tile(b, s), b) for b in buckets) for s in self._shapes}
         sizes: dict[Any, tuple[type, tuple[int, ...]]] = {"token_ids": (np.int64, (rows,))}
         sizes["positions"] = (np.int64, (rows,))
@@ -189,8 +189,8 @@ class StaticTables:
             rows = host["write", stride]
             rows[:count] = step.write_rows(stride, self._page_size)
             rows[count : bucket.rows] = self._spare_page * stride + spare
-        _put(host["asked_rows"], asked_rows, bucket.asked, 0)
-        _put(host["asked_places"], places, bucket.asked, self._spare_place)
+        _put(host["asked_rows"], asked_rows, bucket.sequences, 0)
+        _put(host["asked_places"], places, bucket.sequences, self._spare_place)
         _put(host["deltas"], step.seg_delta, self._capacity.segments, 0)
         for s, table in tables.items():
             programs, work, rows = host["programs", s], host["work", s], host["rows", s]
@@ -214,11 +214,12 @@ class StaticTables:
         return tile_shape(bucket.most_rows, shape, self._limits)
 
     def _waves(self, bucket: Bucket) -> int:
-        return 1 if bucket.most_rows == 1 and bucket.rows <= ONE_WAVE_ROWS else MOST_WAVES
+        return 1 if bucket.sequences <= ONE_WAVE_SEQUENCES else MOST_WAVES
 
     def _parts(self, shape: HeadShape, tile: TileShape, bucket: Bucket) -> int:
         """Programs of a bucket: as many as may run, and at least one for each row tile there can be."""
-        return max(self._waves(bucket) * programs_at_once(tile, shape.kv_heads, self._limits), bucket.rows)
+        most_tiles = min(bucket.rows, bucket.rows // tile.rows + bucket.sequences)
+        return max(self._waves(bucket) * programs_at_once(tile, shape.kv_heads, self._limits), most_tiles)
 
     def _bucket_plan(self, bucket: Bucket) -> BucketPlan:
         views, segments = self._device_views, self._capacity.segments
@@ -255,8 +256,8 @@ class StaticTables:
             bucket=bucket,
             plan=AttentionPlan(**{**plan.__dict__, "state": state}),
             token_ids=views["token_ids"][: bucket.rows],
-            asked_rows=views["asked_rows"][: bucket.asked],
-            asked_places=views["asked_places"][: bucket.asked],
+            asked_rows=views["asked_rows"][: bucket.sequences],
+            asked_places=views["asked_places"][: bucket.sequences],
             tiles=tiles,
             waves=self._waves(bucket),
         )

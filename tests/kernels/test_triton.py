@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lazy_rag_kernels import KernelError, Rotation, prepare, segment_attention
+from lazy_rag_kernels import KernelError, Rotation, prepare, segment_attention, write_kv
 
 pytest.importorskip("triton")
 
 from lazy_rag_kernels import triton_attention, triton_schedule
+from lazy_rag_kernels.dense import dense_part
 from lazy_rag_kernels.triton_schedule import DeviceLimits, HeadShape, TileShape, make_schedule, tile_shape
 
 from tests.kernels.oracle import budget, check, dense_attention, largest
@@ -216,3 +217,52 @@ def test_what_the_kernels_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch
     if DEVICE == "cpu":
         with pytest.raises(KernelError, match='impl="reference"'):
             prepare(plan, case.stored_positions)
+
+
+@pytest.mark.parametrize("layer", ["plain", "everything"])
+def test_attention_over_other_keys_joins_the_merge(layer: str, poison_empty: None) -> None:
+    """All keys, or the live ones elsewhere and the rest here: the same result. Some rows have no key elsewhere."""
+    case = build(random_spec(7), LAYERS[layer], seed=7)
+    plan = case.plan
+    live = [plan.seg_indptr[r + 1] - 1 for r in range(plan.num_sequences)][:-1]
+    elsewhere = tuple(n if s in live else 0 for s, n in enumerate(plan.seg_length))
+    here = tuple(0 if s in live else n for s, n in enumerate(plan.seg_length))
+    others = replace(case, plan=replace(plan, seg_length=elsewhere))
+    others_plan = prepare(others.plan, case.stored_positions)
+    other = segment_attention(case.q, case.pages, others_plan, **case.arguments(sinks=None, return_lse=True))
+    there = replace(case, plan=replace(plan, seg_length=here)).to(DEVICE)
+    rest = prepare(replace(there.plan, impl="triton"), there.stored_positions)
+    out, lse = triton_attention.segment_attention(
+        there.q, there.pages, rest, **there.arguments(return_lse=True), other=tuple(x.to(DEVICE) for x in other)
+    )
+    check(case, out.cpu(), lse.cpu())
+
+
+def test_keys_and_values_are_written_in_one_launch() -> None:
+    for heads in (Heads(), Heads(k_dim=24, v_dim=40), Heads(kv_heads=1)):
+        case = build(random_spec(3), heads, seed=3).to(DEVICE)
+        rows, wanted = case.plan.num_rows, replace(case, pool=case.pool.clone())
+        wanted = wanted.to(DEVICE)
+        generator = torch.Generator().manual_seed(0)
+        k = torch.randn(heads.k_dim, rows, heads.kv_heads, generator=generator).permute(1, 2, 0).to(DEVICE)
+        v = torch.randn(heads.kv_heads, rows, heads.v_dim, generator=generator).transpose(0, 1).to(DEVICE)
+        write_kv(k, v, case.pages, replace(case.plan, impl="triton"))
+        write_kv(k, v, wanted.pages, wanted.plan)
+        assert not torch.equal(
+            case.pool.nan_to_num(), build(random_spec(3), heads, seed=3).pool.nan_to_num().to(DEVICE)
+        )
+        assert torch.equal(case.pool.nan_to_num(), wanted.pool.nan_to_num())
+
+
+def test_only_whole_long_runs_that_see_their_segments_are_dense() -> None:
+    def sequence(rows: int, live: int, offset: int = 0) -> SequenceSpec:
+        return SequenceSpec([Piece(0, 0, 3, offset)], list(range(3, 3 + live)), rows)
+
+    late = SequenceSpec([Piece(0, 0, 3, 100)], [*range(100), *range(103, 1003)], 1000)
+    step = StepSpec([3], [0], [sequence(512, 512), sequence(512, 512), sequence(511, 511), sequence(600, 601), late])
+    plan = build(step, Heads()).plan
+    computed = [len(s.live) - s.rows for s in step.sequences]
+    found = dense_part(plan, computed)
+    assert found is not None and found.groups == ((0, 2, 512),)
+    assert found.rest.seg_length == (3, 0, 3, 0, 3, 511, 3, 601, 3, 1000)
+    assert dense_part(plan, [1] * 5) is None

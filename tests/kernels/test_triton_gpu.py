@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_rag_kernels import Rotation, prepare, segment_attention
+from lazy_rag_kernels import Rotation, live_attention, prepare, segment_attention
 
 from tests.kernels.oracle import blocked_attention, rms
-from tests.kernels.plans import Heads, Piece, SequenceSpec, StepSpec, build
+from tests.kernels.plans import Case, Heads, Piece, SequenceSpec, StepSpec, build
 
 pytestmark = pytest.mark.gpu
 
@@ -97,3 +97,26 @@ def test_options_match_the_reference(layer: dict[str, Any]) -> None:
     ]
     torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-3)
+
+
+def own_rows(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the step's rows, as the model would hand them over."""
+    slots = case.plan.write_rows[case.plan.page_size]
+    page, slot = slots // case.plan.page_size, slots % case.plan.page_size
+    return case.pages.k[page, slot], case.pages.v[page, slot]
+
+
+@pytest.mark.parametrize("prefix", [0, 40])
+@pytest.mark.parametrize("heads", [LLAMA, replace(LLAMA, k_dim=64, v_dim=64, rotation=Rotation("half", 64))])
+def test_whole_live_runs_through_the_library(heads: Heads, prefix: int) -> None:
+    pieces = [Piece(0, 0, prefix, offset=0)] if prefix else []
+    sequences = [SequenceSpec(pieces, list(range(prefix, prefix + n)), n) for n in (700, 700, 513)]
+    sequences += [SequenceSpec([Piece(0, 0, 40, offset=5)], [60, 61, 62], 3)] if prefix else []
+    case = build(StepSpec([40], [0], sequences, page_size=16), heads).to("cuda")
+    computed = [len(s.live) - s.rows for s in sequences]
+    plan = prepare(replace(case.plan, impl="triton"), case.stored_positions, computed)
+    assert plan.dense is not None and plan.dense.groups == ((0, 2, 700), (1400, 1, 513))
+    out = live_attention(case.q, *own_rows(case), case.pages, plan, **case.arguments())
+    exact, eager = blocked_attention(case, torch.float32), blocked_attention(case, heads.dtype).to(heads.dtype)
+    assert rms(out - exact) <= 2 * rms(eager - exact)
+    assert rms(out - exact) < 0.05 * rms(exact)
