@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lazy_rag.model import LanguageModel, Step
-from lazy_rag.plan import Part, StepTables, build_plan, collect, to_device
+from lazy_rag.plan import Part, PlacedSegment, StepTables, build_plan, collect, to_device
 from lazy_rag.plan import Sequence as TokenSequence
 from lazy_rag.pool import PagePool
 
@@ -174,12 +174,15 @@ class Executor:
     def _warm_eager(self, encode_tokens: int) -> None:
         """Steps of sizes that between them use every tile shape; their pages are given back."""
         rows = 1
-        while rows <= min(encode_tokens, 256):
+        while rows <= min(encode_tokens, 512):
             for length in (1, 16) if rows == 1 else (rows,):
-                pages = self._pool.allocate(self._pool.pages_for(length))
+                pages = self._pool.allocate(self._pool.pages_for(length) + 1)
                 if pages is None:
                     return
-                sequence = TokenSequence([0] * length, list(range(length)), (), pages, computed=length - rows)
+                # one cached key, as a prefix would be: with it, whole runs take the join with the library's attention
+                seen = PlacedSegment(pages[-1:], 1, 0, 0)
+                sequence = TokenSequence([0] * length, list(range(1, length + 1)), (seen,), pages[:-1], length - rows)
+                self._pool.clear(pages[-1])
                 try:
                     part = Part(sequence, rows)
                     self.run([part], [(part, self._pool.num_pages)])

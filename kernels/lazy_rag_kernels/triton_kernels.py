@@ -376,12 +376,12 @@ def merge_kernel(
     b_acc = tl.zeros([BLOCK_DV], ACC)
     if other_out is not None:
         b_other = tl.load(other_lse + o_out).to(ACC) * LOG2E
-        b_m_new = tl.maximum(b_m, b_other)
-        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)
-        b_weight = tl.exp2(b_other - b_shift)
-        b_l = b_l * tl.exp2(b_m - b_shift) + b_weight
-        b_acc += tl.load(other_out + o_out * DV + o_dv, mask=o_dv < DV, other=0.0).to(ACC) * b_weight
-        b_m = b_m_new
+        b_both = tl.maximum(b_m, b_other)
+        b_base = tl.where(b_both == float("-inf"), 0.0, b_both)
+        b_share = tl.exp2(b_other - b_base)
+        b_l = b_l * tl.exp2(b_m - b_base) + b_share
+        b_acc += tl.load(other_out + o_out * DV + o_dv, mask=o_dv < DV, other=0.0).to(ACC) * b_share
+        b_m = b_both
     for start in range(place_begin, place_end, BLOCK_PARTS):
         o_place = start + tl.arange(0, BLOCK_PARTS)
         o_part = (o_place * HKV + i_h // G).to(tl.int64) * BLOCK_M + o_m
