@@ -8,7 +8,9 @@ model under the exactness contract's mask. Floors: weights and KV read once at t
 from __future__ import annotations
 
 import argparse
+import cProfile
 import logging
+import pstats
 import random
 import statistics
 import time
@@ -170,9 +172,15 @@ def main() -> None:
     extra: dict[str, Any] = {"compile": True} if options.compile else {}
     if options.page_size:
         extra["page_size"] = options.page_size
-    with make_runtime(model, **extra) as runtime:
+    clock = cProfile.Profile()
+    clock.enable()
+    runtime = make_runtime(model, **extra)
+    clock.disable()
+    with runtime:
         started = time.perf_counter() - began
         print(f"start: {started:.1f} s (wanted: at most 20 without compile)")
+        if options.profile:
+            pstats.Stats(clock).sort_stats("tottime").print_stats(12)
         others = torch.cuda.memory_allocated() - runtime._engine.pool.data.nbytes - model.get_memory_footprint()
         host: list[float] = []
         run = runtime._engine.executor.run

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from lazy_rag.errors import CacheFullError, ConfigError
 from lazy_rag.keys import ChunkId
@@ -32,10 +35,14 @@ class CachedChunk:
 
     chunk: Chunk
     pages: tuple[int, ...]
+    page_ids: npt.NDArray[np.int32] = field(init=False)  # the same, for plans
     published: bool = False
     discarded: bool = False
     pinned: bool = False
     leases: int = 0
+
+    def __post_init__(self) -> None:
+        self.page_ids = np.asarray(self.pages, dtype=np.int32)
 
 
 class ChunkCache:

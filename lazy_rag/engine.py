@@ -397,7 +397,7 @@ class Engine:
 
     def _place(self, segment: Segment, entry: CachedChunk) -> PlacedSegment:
         size = self.pool.page_size
-        pages = entry.pages[segment.start // size : self.pool.pages_for(segment.start + segment.length)]
+        pages = entry.page_ids[segment.start // size : self.pool.pages_for(segment.start + segment.length)]
         return PlacedSegment(pages, segment.length, segment.offset, segment.delta)
 
     # engine thread: answers

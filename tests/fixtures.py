@@ -39,8 +39,19 @@ class WordEmbedder:
         return vectors
 
 
-def make_runtime(family: str = "llama", *, store: Path | None = None, seed: int = 0, **options: Any) -> Runtime:
-    """A runtime over a tiny model; two of them with equal arguments share nothing but content."""
+def make_runtime(
+    family: str = "llama",
+    *,
+    store: Path | None = None,
+    seed: int = 0,
+    to: tuple[Any, ...] | None = None,
+    **options: Any,
+) -> Runtime:
+    """A runtime over a tiny model; two of them with equal arguments share nothing but content.
+
+    Args:
+        to: device and dtype the model is moved to.
+    """
     settings: dict[str, Any] = {
         "tokenizer": tiny_tokenizer(chat_template=CHATML),
         "embedder": WordEmbedder(),
@@ -51,7 +62,8 @@ def make_runtime(family: str = "llama", *, store: Path | None = None, seed: int 
         "store": store,
         **options,
     }
-    return Runtime(tiny_model(family, seed=seed).to(settings.pop("device", "cpu")), **settings)
+    model = tiny_model(family, seed=seed)
+    return Runtime(model if to is None else model.to(*to), **settings)
 
 
 def pages(runtime: Runtime, count: int) -> int:

@@ -42,7 +42,7 @@ def few_buckets() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runtime(few_buckets: None) -> Iterator[Runtime]:
-    with make_runtime(impl="triton", device=DEVICE) as made:
+    with make_runtime(impl="triton", to=(DEVICE,)) as made:
         warm(made)
         yield made
 
@@ -102,7 +102,7 @@ def test_a_step_too_large_for_the_tables_runs_eagerly(runtime: Runtime) -> None:
 
 
 def test_warming_leaves_the_pool_alone() -> None:
-    with make_runtime(impl="triton", device=DEVICE) as runtime:
+    with make_runtime(impl="triton", to=(DEVICE,)) as runtime:
         engine = runtime._engine
         engine.executor.close()
         (layout,) = layouts(runtime, 1, seed=5)
@@ -140,3 +140,41 @@ def test_tables_are_what_the_step_says() -> None:
     assert step.write_rows(7, 2).tolist() == [3 * 7 + 1, 4 * 7, 5 * 7]
     assert (step.row_indptr, step.seg_indptr, step.page_indptr) == ((0, 2, 3), (0, 1, 2), (0, 2, 3))
     assert (step.seg_length, step.seg_delta, step.seg_first_row) == ((3, 1), (0, 0), (0, 2))
+
+
+@pytest.mark.gpu
+def test_a_graph_gives_what_its_work_gives_eagerly_bit_for_bit(runtime: Runtime) -> None:
+    engine = runtime._engine
+    made = layouts(runtime, 6, seed=6)
+    replays = engine.executor.replays
+    captured = [runtime.next_token_logits(layout) for layout in made]
+    assert engine.executor.replays > replays
+    engine.call(lambda: engine.executor.warm(encode_tokens=64, capture=False)).result()
+    try:
+        eager = [runtime.next_token_logits(layout) for layout in made]
+    finally:
+        engine.call(lambda: engine.executor.warm(encode_tokens=64)).result()
+    assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
+
+
+@pytest.mark.gpu
+def test_nothing_compiles_inside_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, batches and chunks of all sizes after the start, in bfloat16, eager steps among them."""
+    import triton
+
+    compiled: list[str] = []
+    with make_runtime(impl="triton", to=(DEVICE, torch.bfloat16), cache_bytes=64 << 20) as runtime:
+        rng = random.Random(7)
+        monkeypatch.setattr(
+            triton.knobs.runtime, "jit_post_compile_hook", lambda **found: compiled.append(str(found["repr"]))
+        )
+        chunks = [make_chunk(runtime, random_tokens(rng, size)) for size in (1, 3, 8, 30, 90, 300, 520, 600)]
+        made = [random_layout(runtime, rng.sample(chunks, 4), rng) for _ in range(12)]
+        for layout in made:
+            runtime.next_token_logits(layout)
+        engine = runtime._engine
+        sampling = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True).resolve(None)
+        for count in (1, 2, 3, 7, 12):
+            tickets = [engine.submit(layout, sampling) for layout in made[:count]]
+            assert all(len(ticket.future.result().token_ids) == 5 for ticket in tickets)
+    assert compiled == []
