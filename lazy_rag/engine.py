@@ -2,6 +2,8 @@
 
     commands ─► admit (lease resident chunks, take pages, begin missing ones) ─► step ─► deliver
 
+On a GPU a step is launched before the one before it is read back, so `deliver` is one step behind.
+
 A step is one forward pass over the rows of every sequence that has work: a token of each decoding request, live tokens
 of requests whose chunks are all resident, and missing chunks, up to `encode_tokens` rows. Encoding a chunk and
 prefilling a prompt are the same thing to it: a `Sequence` of tokens against segments.

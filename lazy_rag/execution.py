@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lazy_rag_kernels import write_positions
 from torch import Tensor
 
 from lazy_rag.model import LanguageModel, Step
@@ -157,7 +158,7 @@ class Executor:
                 graph, memory = self._capture(plan, memory) if capture else (self._uncaptured(plan), None)
             except Exception as error:  # noqa: BLE001  a model that reads the device back, say: eager steps are as right
                 _log.warning("no CUDA graphs for this model, its steps run eagerly: %s", error)
-                self._tables = None
+                self.close()
                 return
             graphs.append(graph)
         self._graphs = sorted(
@@ -195,8 +196,7 @@ class Executor:
     def _body(self, chosen: BucketPlan) -> Logits:
         plan, tables = chosen.plan, self._tables
         assert tables is not None
-        positions = self._pool.positions
-        positions.view(-1).index_copy_(0, plan.write_rows[plan.page_size], plan.positions.to(torch.int32))
+        write_positions(self._pool.positions, plan)
         self._model.rope.refresh(tables.angles, tables.deltas)
         token_ids = self._known(chosen.token_ids)
         logits = self._model.forward(token_ids, plan.positions, chosen.asked_rows, self._step(plan))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,6 @@ class Part:
 
     sequence: Sequence
     rows: int
-    wants_logits: bool = field(default=False)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Residency:
             segments: tuple[PlacedSegment, ...] = ()
             if chunk.base:
                 assert self._prefix_entry is not None
-                segments = (PlacedSegment(self._prefix_entry.pages, chunk.base, 0, 0),)
+                segments = (PlacedSegment(self._prefix_entry.page_ids, chunk.base, 0, 0),)
         except BaseException:
             self._cache.abandon(entry)
             raise

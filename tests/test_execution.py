@@ -142,6 +142,19 @@ def test_tables_are_what_the_step_says() -> None:
     assert (step.seg_length, step.seg_delta, step.seg_first_row) == ((3, 1), (0, 0), (0, 2))
 
 
+def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(execution.Executor, "_capture" if GPU else "_uncaptured", fail)
+    with make_runtime(impl="triton", to=(DEVICE,)) as runtime:
+        engine = runtime._engine
+        engine.call(lambda: engine.executor.warm(encode_tokens=4, capture=GPU)).result()
+        (layout,) = layouts(runtime, 1, seed=8)
+        assert_exact(runtime, layout)
+        assert engine.executor.replays == 0
+
+
 @pytest.mark.gpu
 def test_a_graph_gives_what_its_work_gives_eagerly_bit_for_bit(runtime: Runtime) -> None:
     engine = runtime._engine

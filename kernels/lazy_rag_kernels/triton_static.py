@@ -11,7 +11,7 @@ step write their K and V into the pool's spare page.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,7 +25,6 @@ from lazy_rag_kernels.triton_schedule import (
     PROGRAM_FIELDS,
     ROW_FIELDS,
     WORK_FIELDS,
-    DeviceLimits,
     HeadShape,
     Schedule,
     Slab,
@@ -107,14 +106,13 @@ class StaticTables:
         frequencies: Mapping[str, int],
         stored_positions: Tensor,
         spare_place: int,
-        limits: DeviceLimits | None = None,
     ) -> None:
         self._device = stored_positions.device
         self._stored_positions = stored_positions
         self._page_size = stored_positions.shape[1]
         self._spare_page = stored_positions.shape[0] - 1
         self._spare_place = spare_place
-        self._limits = limits or device_limits(self._device)
+        self._limits = device_limits(self._device)
         self._capacity = capacity
         self._strides = sorted(set(strides))
         self._shapes = sorted(set(shapes))
@@ -254,7 +252,7 @@ class StaticTables:
         state = TritonState(plan, views["pages"], self._stored_positions, self._limits, schedules)
         return BucketPlan(
             bucket=bucket,
-            plan=AttentionPlan(**{**plan.__dict__, "state": state}),
+            plan=replace(plan, state=state),
             token_ids=views["token_ids"][: bucket.rows],
             asked_rows=views["asked_rows"][: bucket.sequences],
             asked_places=views["asked_places"][: bucket.sequences],
