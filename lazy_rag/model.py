@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM driven through its attention seam; no model code is changed.
+"""A Hugging Face causal LM driven through its attention seam; no model code is changed (but see projections.py).
 
 `AttentionInterface.register` adds one function under our name; `set_attn_implementation` selects it on our instance.
 The function receives q, k, v after the model's own RoPE, and whatever object `forward(plan=...)` was given: the step
@@ -10,7 +10,7 @@ passed always, and the name is not in the mask interface, so no T x T mask is ev
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from lazy_rag.errors import ConfigError, UnsupportedModelError
 from lazy_rag.families import family_of, rope_table
 from lazy_rag.pool import KVShape
+from lazy_rag.projections import join, seen_inputs, siblings
 from lazy_rag.rope import RopeTable
 
 SEAM = "lazy_rag"
@@ -174,6 +175,7 @@ class LanguageModel:
         self.device = model.device
         self.max_positions = int(model.config.max_position_embeddings)
         self.compiled = False
+        self._separate: Callable[[], None] = lambda: None
         self._previous = model.config._attn_implementation
         AttentionInterface.register(SEAM, _seam)  # type: ignore[arg-type]
         model.set_attn_implementation(SEAM)
@@ -219,13 +221,16 @@ class LanguageModel:
     def release(self) -> None:
         """Give the model back with the attention implementation it came with."""
         self.model.set_attn_implementation(self._previous)
+        self._separate()
         if self.compiled:
             self.model.base_model._compiled_call_impl = None
             self.compiled = False
 
     def _examine(self) -> None:
-        """Learn what each layer stores, and require k(p + delta) = R(delta) k(p) and equal values on every layer."""
-        here = self._probe(0)
+        """Learn what each layer stores, join its projections, and require k(p + delta) = R(delta) k(p) and equal values
+        on every layer: keys of separate projections against those of joined ones."""
+        with seen_inputs(self.model) as calls:
+            here = self._probe(0)
         kind, count = self.config.model_type, self.config.num_hidden_layers
         if sorted(here.modules) != list(range(count)):
             raise UnsupportedModelError(f"{kind}: attention was reached in layers {sorted(here.modules)} of {count}")
@@ -233,6 +238,7 @@ class LanguageModel:
             KVShape(here.keys[i].shape[1], here.keys[i].shape[2], here.values[i].shape[2]) for i in range(count)
         )
         self.query_heads = tuple(here.query_heads[i] for i in range(count))
+        self._separate = join(siblings(calls, within=here.modules.values()))
         self.rope = rope_table(self.config, self.model.base_model, [here.modules[i] for i in range(count)])
         limit = _INVARIANCE_FLOAT if self.dtype in (torch.float32, torch.float64) else _INVARIANCE_HALF
         for delta in sorted({min(37, self.max_positions - 8), self.max_positions - 8}):
