@@ -40,6 +40,7 @@ class Receipt:
                      computed whole, also when the prompt uses a range of it)
     tokens_live      prompt tokens computed for this request only
     tokens_repaired  those of the live tokens that repeat a chunk's text (`repair`)
+    searched_by      what found the chunks: FAISS on the CPU or a matrix product on a GPU; "" when ids were given
     """
 
     chunks: tuple[ChunkUse, ...]
@@ -49,6 +50,7 @@ class Receipt:
     tokens_repaired: int
     tokens_generated: int
     times: Times
+    searched_by: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -73,6 +75,7 @@ class Receipt:
             f"first token {1000 * (times.retrieve + times.first_token):.0f} ms "
             f"(retrieve {1000 * times.retrieve:.0f}, encode {1000 * times.encode:.0f}, "
             f"prefill {1000 * times.prefill:.0f})"
+            + (f"; found by {self.searched_by}" if self.searched_by else "")
             + (f"; {(self.tokens_generated - 1) / times.decode:.1f} tokens/s after it" if self._has_rate() else "")
         )
         return "\n".join(lines)
@@ -108,7 +111,7 @@ class Answer:
         return answer_html(self)
 
 
-def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float) -> Receipt:
+def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float, searched_by: str = "") -> Receipt:
     completion.times.retrieve = retrieve
     reused = sum(use.length for use in completion.uses if use.hit)
     return Receipt(
@@ -119,13 +122,18 @@ def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float) 
         tokens_repaired=layout.repaired_tokens,
         tokens_generated=len(completion.token_ids),
         times=completion.times,
+        searched_by=searched_by,
     )
 
 
 def make_answer(
-    layout: PromptLayout, completion: Completion, sources: tuple[Source, ...], retrieve: float = 0.0
+    layout: PromptLayout,
+    completion: Completion,
+    sources: tuple[Source, ...],
+    retrieve: float = 0.0,
+    searched_by: str = "",
 ) -> Answer:
-    receipt = make_receipt(layout, completion, retrieve)
+    receipt = make_receipt(layout, completion, retrieve, searched_by)
     return Answer(
         text=completion.text,
         sources=sources,
