@@ -89,8 +89,21 @@ def make_model(shape: Shape, layers: int) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def make_embedder(folder: Path) -> SentenceTransformer:
-    """Random weights in the shape of all-MiniLM-L6-v2, on the GPU."""
+class Embedder:
+    """Random weights in the shape of all-MiniLM-L6-v2, on the GPU. Under random weights texts need not lie near one
+    another, so all get a common part: the five texts are then nearer to every question than random vectors are."""
+
+    def __init__(self, model: SentenceTransformer) -> None:
+        self.model, self.device = model, model.device
+        self.common = np.zeros(DIMENSION, dtype=np.float32)
+        self.common[0] = 3.0
+
+    def encode(self, texts: list[str]) -> np.ndarray[Any, Any]:
+        vectors: np.ndarray[Any, Any] = self.model.encode(texts, show_progress_bar=False) + self.common
+        return vectors
+
+
+def make_embedder(folder: Path) -> Embedder:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30000))]
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
@@ -103,7 +116,7 @@ def make_embedder(folder: Path) -> SentenceTransformer:
     )
     BertModel(config).save_pretrained(folder)
     parts = [modules.Transformer(str(folder)), modules.Pooling(DIMENSION), modules.Normalize()]
-    return SentenceTransformer(modules=parts, device="cuda")
+    return Embedder(SentenceTransformer(modules=parts, device="cuda"))
 
 
 def make_runtime(model: PreTrainedModel, embedder: Any = None, **options: Any) -> Runtime:
@@ -152,7 +165,6 @@ def first_token(runtime: Runtime, layout: PromptLayout) -> float:
 
 def query_seconds(runtime: Runtime, rng: random.Random, runs: int) -> list[float]:
     """Whole calls of rt.query with max_tokens=1: 5 chunks of about 4096 tokens among 100 000 random vectors."""
-    # texts under random weights all lie near one another, and far from random vectors
     words = [f"w{i}" for i in range(30000)]
     texts = []
     for _ in range(CHUNKS):
@@ -347,11 +359,7 @@ def main() -> None:
     judged = (options.shape, layers) == ("llama-8b", 32)
     for name, seconds in results.items():
         least = f"   floor {1000 * floor[name]:.2f}" if name in floor else ""
-        wanted = (
-            f"   wanted {REQUIRED_MS[name]}"
-            if name in REQUIRED_MS and (options.shape, layers) == ("llama-8b", 32)
-            else ""
-        )
+        wanted = f"   wanted {REQUIRED_MS[name]}" if judged and name in REQUIRED_MS else ""
         print(f"  {name:<12}{1000 * seconds:9.2f} ms{least}{wanted}")
     finish(
         {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ class Embedder:
         if not callable(getattr(model, "encode", None)):
             raise RetrieverError(f"an embedder needs a method .encode(list[str]); {type(model).__name__} has none")
         self._model = model
+        self._encode_texts = _silent(model.encode)
         # Tokenizers inside embedding models fail with "Already borrowed" when two threads call them.
         self._lock = threading.Lock()
         self._stream = _own_stream(model)
@@ -104,7 +107,7 @@ class Embedder:
         texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
         try:
             with self._lock, self._stream():
-                raw = self._model.encode(texts)
+                raw = self._encode_texts(texts)
                 if callable(getattr(raw, "detach", None)):
                     raw = raw.detach().float().cpu().numpy()
         except Exception as error:
@@ -153,6 +156,15 @@ def progress_bar(total: int, description: str, unit: str) -> Any:
         from tqdm.auto import tqdm
 
         return tqdm(total=total, desc=description, unit=unit)
+
+
+def _silent(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the bar that sentence-transformers draws for every call when a program logs at level INFO."""
+    try:
+        known = "show_progress_bar" in inspect.signature(encode).parameters
+    except (TypeError, ValueError):
+        known = False
+    return partial(encode, show_progress_bar=False) if known else encode
 
 
 def _own_stream(model: Any) -> Callable[[], AbstractContextManager[Any]]:

@@ -256,5 +256,4 @@ def test_close_returns_the_memory() -> None:
             rng = random.Random(6)
             runtime.next_token_logits(lay_out(runtime, [make_chunk(runtime, rng, 900)], [5, 6]))
             assert torch.cuda.memory_allocated() - before > 900 << 20
-        del runtime
-        assert used() - before < 1 << 20
+        assert used() - before < 1 << 20  # although `runtime` still holds it
