@@ -4,13 +4,14 @@
 
 On a GPU a step is launched before the one before it is read back, so `deliver` is one step behind.
 
-A step is one forward pass over the rows of every sequence that has work: a token of each decoding request, live tokens
-of requests whose chunks are all resident, and missing chunks, up to `encode_tokens` rows. Encoding a chunk and
+A step is one forward pass over rows of every kind of work (`scheduler.py` says how many of which): a token of each
+decoding request, live tokens of requests whose chunks are all resident, and missing chunks. Encoding a chunk and
 prefilling a prompt are the same thing to it: a `Sequence` of tokens against segments.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -34,6 +35,7 @@ from lazy_rag.plan import Part, PlacedSegment, Sequence
 from lazy_rag.requests import Answer, ChunkUse, Completion, Counters, EncodeJob, Encoding, Flight, Request, Ticket
 from lazy_rag.residency import Records, Residency
 from lazy_rag.sampling import Sampler, SamplingParams, TextStream
+from lazy_rag.scheduler import compose
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._arrivals = itertools.count()
         self._closing = False
         self._lock = threading.Lock()  # orders `close` against submissions: nothing enters the queue after its end
         self._thread = threading.Thread(target=self._run, name="lazy-rag-engine", daemon=True)
@@ -109,7 +112,7 @@ class Engine:
     ) -> Ticket:
         """Queue a request. `on_text` receives each piece of text on the engine thread and must not block."""
         ticket = Ticket(self.wake, on_text)
-        request = Request(layout, sampling, ticket, wants_logits, time.perf_counter())
+        request = Request(layout, sampling, ticket, wants_logits, time.perf_counter(), (0, next(self._arrivals)))
         self._put(lambda: self._guarded(request, lambda: self._accept(request)))
         return ticket
 
@@ -189,17 +192,18 @@ class Engine:
             busy = True
 
     def _select(self) -> list[Part]:
-        """The rows of the next step: decoding requests, then prompts, then missing chunks, within `encode_tokens`."""
-        budget = self._encode_tokens
-        parts = []
-        ready = [r.sequence for r in self._running if not r.pending and r.sequence is not None]
-        ready.sort(key=lambda sequence: sequence.remaining > 1)
-        for sequence in (*ready, *(e.sequence for e in self.residency.encodings.values())):
-            rows = min(sequence.remaining, budget)
-            if rows:
-                parts.append(Part(sequence, rows))
-                budget -= rows
-        return parts
+        """The rows of the next step (`scheduler.compose`): of requests that decode, of prompts, of missing chunks."""
+        ready = sorted((r for r in self._running if not r.pending and r.sequence is not None), key=lambda r: r.rank)
+        sequences = [r.sequence for r in ready if r.sequence is not None]
+        encodings = sorted(self.residency.encodings.values(), key=lambda encoding: encoding.rank)
+        work = compose(
+            [s for s in sequences if s.remaining == 1],
+            [s for s in sequences if s.remaining > 1],
+            [encoding.sequence for encoding in encodings],
+            rows=self._encode_tokens,
+            turn=self.counters.steps,
+        )
+        return [Part(sequence, rows) for sequence, rows in work]
 
     def _launch(self, parts: list[Part]) -> Flight | None:
         """One forward pass, and a token for each request whose last row it holds; nothing is read back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -81,6 +82,7 @@ class Request:
     ticket: Ticket
     wants_logits: bool
     submitted: float
+    rank: tuple[int, int]  # lower goes first: higher priority, then order of arrival
     # filled at admission
     pages: tuple[int, ...] = ()  # private pages, for live and generated tokens
     sequence: Sequence | None = None
@@ -106,6 +108,11 @@ class Encoding:
     sequence: Sequence
     waiters: list[Request] = field(default_factory=list)
     jobs: list[EncodeJob] = field(default_factory=list)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """That of the first request that waits for it; behind all of them when none does."""
+        return min((request.rank for request in self.waiters), default=(math.inf, math.inf))
 
 
 @dataclass(eq=False)

@@ -65,7 +65,7 @@ class Runtime:
         policy: "lru", or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
-        encode_tokens: most rows of one forward pass.
+        encode_tokens: most rows of one forward pass; while requests decode, an eighth of them for all other work.
         page_size: token slots of a page.
         impl: "reference" or "triton"; default "triton" on a GPU.
         compile: fuse the model's small operations with torch.compile at the start, which takes about a minute.
