@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lazy_rag.errors import CacheFullError, ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
+from lazy_rag.live import LivePages
 from lazy_rag.policy import EvictionPolicy
 from lazy_rag.pool import PagePool
 
@@ -56,6 +57,7 @@ class ChunkCache:
         self, pool: PagePool, policy: EvictionPolicy, on_evict: Callable[[CachedChunk], None] | None = None
     ) -> None:
         self.pool = pool
+        self.live = LivePages(pool)
         self._policy = policy
         self._on_evict = on_evict
         self._published: dict[ChunkId, CachedChunk] = {}
@@ -149,9 +151,15 @@ class ChunkCache:
             if chunk_id in self._published:
                 self._published[chunk_id].pinned = False
 
-    def allocate(self, count: int) -> tuple[int, ...] | None:
-        """Take pages, evicting unpinned, unleased chunks as needed; None (nothing evicted) when that cannot do."""
-        missing = count - self.pool.num_free
+    def allocate(self, count: int, *, evict: bool = True) -> tuple[int, ...] | None:
+        """Take pages. Idle live pages give way first, then (with `evict`) unpinned, unleased chunks.
+
+        None, and nothing has given way, when that cannot do.
+        """
+        reclaimed = min(max(0, count - self.pool.num_free), self.live.idle)
+        missing = count - self.pool.num_free - reclaimed
+        if missing > 0 and not evict:
+            return None
         victims = []
         if missing > 0:
             for chunk_id in self._policy.order():
@@ -164,6 +172,7 @@ class ChunkCache:
                     break
             if missing > 0:
                 return None
+        self.live.reclaim(reclaimed)
         for entry in victims:
             self._rescue(entry)
             self._unlist(entry)
@@ -192,11 +201,11 @@ class ChunkCache:
         """Invariants, for tests and idle time: each page has exactly one holder; each published chunk is whole.
 
         Args:
-            private_pages: the pages of live runs of unfinished requests.
+            private_pages: the unshared pages of live runs of unfinished requests.
         """
         entries = (*self._published.values(), *self._unlisted)
         held = [page for entry in entries for page in entry.pages]
-        problems = self.pool.check([*held, *private_pages])
+        problems = self.pool.check([*held, *self.live.held(), *private_pages]) + self.live.check()
         for chunk_id, entry in self._published.items():
             if entry.chunk.id != chunk_id or not entry.published or entry.discarded:
                 problems.append(f"chunk {chunk_id} is listed in a wrong state")

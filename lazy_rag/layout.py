@@ -6,7 +6,7 @@ Holds no tensors. A layout says what stands where; it does not know whether a ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lazy_rag.errors import ConfigError
@@ -92,6 +92,7 @@ class PromptLayout:
     prefix: Chunk | None
     page_size: int
     dropped: tuple[ChunkId, ...] = ()
+    namespace: str = ""  # whose requests may share the KV of its live text
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -223,4 +224,4 @@ def repair_layout(layout: PromptLayout, repair: str) -> PromptLayout:
         builder.live(tokens[:head], repaired=head)
         if head < item.length:
             builder.segment(chunk, item.start + head, item.length - head)
-    return builder.build(layout.dropped)
+    return replace(builder.build(layout.dropped), namespace=layout.namespace)

@@ -125,6 +125,11 @@ class PagePool:
             self._is_free[page] = 1
             heapq.heappush(self._free, page)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page with the positions of its token slots."""
+        self.data[target].copy_(self.data[source])
+        self.positions[target].copy_(self.positions[source])
+
     def clear(self, page: int) -> None:
         """Zero a page."""
         self.data[page].zero_()

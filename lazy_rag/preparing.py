@@ -4,6 +4,7 @@ page is taken.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ class RequestOptions(TypedDict, total=False):
     sampling:  how to choose tokens
     repair:    "none", "head" or "exact"
     namespace: whose chunks may be used
+    priority:  whole number, higher goes first; with equal ones the order of arrival decides (default 0)
+    deadline:  seconds from submission after which the request fails with DeadlineExceededError, its pages freed
     """
 
     system: str | None
@@ -37,6 +40,8 @@ class RequestOptions(TypedDict, total=False):
     sampling: SamplingParams | None
     repair: str | None
     namespace: str | None
+    priority: int | None
+    deadline: float | None
 
 
 class QueryOptions(RequestOptions, total=False):
@@ -53,6 +58,8 @@ class Prepared:
     sampling: SamplingParams
     sources: tuple[Source, ...]
     retrieve: float  # seconds spent finding the chunks
+    priority: int = 0
+    deadline: float | None = None
 
 
 def known_namespace(namespace: str) -> str:
@@ -118,6 +125,7 @@ class Preparer:
             max_tokens=self._sampling(options).max_tokens,
         )
         repair = options.get("repair")
+        layout = replace(layout, namespace=self.space(options.get("namespace")))
         return self._finish(layout, options, self._repair if repair is None else repair, sources)
 
     def _finish(self, layout: PromptLayout, options: RequestOptions, repair: str, sources: list[Source]) -> Prepared:
@@ -131,7 +139,7 @@ class Preparer:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         # dropped pieces are the last ones, so what is left of the sources are the first
         kept = sources[: len(sources) - len(layout.dropped)]
-        return Prepared(layout, sampling, tuple(kept), 0.0)
+        return Prepared(layout, sampling, tuple(kept), 0.0, *_urgency(options))
 
     def _sampling(self, options: RequestOptions) -> SamplingParams:
         sampling = options.get("sampling")
@@ -189,3 +197,14 @@ class Preparer:
             if not all(0 <= token < vocabulary for token in tokens):
                 raise ConfigError(f"the layout holds token ids outside the vocabulary of {vocabulary}")
         return layout
+
+
+def _urgency(options: RequestOptions) -> tuple[int, float | None]:
+    """Priority and deadline of a call, checked."""
+    priority, deadline = options.get("priority"), options.get("deadline")
+    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
+        raise ConfigError(f"priority={priority!r} must be a whole number; higher goes first")
+    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if deadline is not None and not (number and 0 < deadline < math.inf):
+        raise ConfigError(f"deadline={deadline!r} must be a positive number of seconds")
+    return priority or 0, deadline

@@ -6,14 +6,16 @@ import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from lazy_rag.cache import CachedChunk
+from lazy_rag.futures import set_exception, set_result
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout
+from lazy_rag.live import LiveKeys, LivePage
 from lazy_rag.plan import Sequence
 from lazy_rag.sampling import Sampler, SamplingParams, TextStream
 
@@ -47,7 +49,12 @@ class Times:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine returns for a request. `logits` (float32 [vocab], on the host) only when asked for."""
+    """What the engine returns for a request. `logits` (float32 [vocab], on the host) only when asked for.
+
+    history    live prompt tokens whose KV an earlier request had left
+    preempted  how often the request gave its pages up to others and was continued later
+    samples    with `SamplingParams(n=...)` every sample, this one first; else empty
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -55,22 +62,51 @@ class Completion:
     finish_reason: str
     uses: tuple[ChunkUse, ...]
     times: Times
+    history: int = 0
+    preempted: int = 0
     logits: Tensor | None = None
+    samples: tuple[Completion, ...] = ()
 
 
 class Ticket:
-    """A request as its caller holds it: a future, and a way to stop. Thread-safe."""
+    """A request as its caller holds it: a future, and a way to stop. Thread-safe.
 
-    def __init__(self, wake: Callable[[], None], on_text: Callable[[str], None] | None) -> None:
+    Args:
+        samples: the tickets of a request of several samples: its future gets all of them, or the first failure, which
+            stops the others.
+    """
+
+    def __init__(
+        self, wake: Callable[[], None], on_text: Callable[[str], None] | None, samples: tuple[Ticket, ...] = ()
+    ) -> None:
         self.future: Future[Completion] = Future()
         self.on_text = on_text
         self.cancelled = False
         self._wake = wake
+        self._samples = samples
+        self._missing = len(samples)
+        for ticket in samples:
+            ticket.future.add_done_callback(self._gather)
 
     def cancel(self) -> None:
         """Stop generating and free the request's pages within one token; its future gets what there is so far."""
-        self.cancelled = True
+        for ticket in (self, *self._samples):
+            ticket.cancelled = True
         self._wake()
+
+    def _gather(self, future: Future[Completion]) -> None:
+        """One more sample has ended (on the engine thread, as all do)."""
+        error = future.exception()
+        if error is not None:
+            self.cancel()
+            set_exception(self.future, error)
+            return
+        self._missing -= 1
+        if not self._missing:
+            done = tuple(ticket.future.result() for ticket in self._samples)
+            end = max(sample.times.first_token + sample.times.decode for sample in done)
+            times = replace(done[0].times, decode=end - done[0].times.first_token)
+            set_result(self.future, replace(done[0], times=times, samples=done))
 
 
 @dataclass(eq=False)
@@ -83,11 +119,22 @@ class Request:
     wants_logits: bool
     submitted: float
     rank: tuple[int, int]  # lower goes first: higher priority, then order of arrival
-    # filled at admission
-    pages: tuple[int, ...] = ()  # private pages, for live and generated tokens
+    expires: float = math.inf  # on the clock of `submitted`
+    leader: Request | None = None  # another sample of the same prompt, which computes it for all
+    followers: list[Request] = field(default_factory=list)  # samples that join when the prompt is computed
+    # held while it runs
+    pages: set[int] = field(default_factory=set)  # its own, of live and generated tokens
+    live: list[LivePage] = field(default_factory=list)  # shared ones, before them or published by it
+    place: int = -1  # where its last token stands on the device
     sequence: Sequence | None = None
     leases: list[CachedChunk] = field(default_factory=list)
     pending: set[ChunkId] = field(default_factory=set)  # leased chunks that are still being encoded
+    # kept when it gives way
+    keys: LiveKeys | None = None  # of its live pages; None: they are not shared
+    epoch: int = 0  # of `live.LivePages` at its admission
+    published: int = 0  # leading pages that were offered to others
+    history: int = 0
+    preempted: int = 0
     uses: tuple[ChunkUse, ...] = ()
     sampler: Sampler | None = None
     stream: TextStream | None = None
@@ -98,6 +145,11 @@ class Request:
     times: Times = field(default_factory=Times)
     encoded_at: float = 0.0
     first_token_at: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Live tokens so far: the prompt's and the generated ones."""
+        return self.layout.live_tokens + len(self.token_ids)
 
 
 @dataclass(eq=False)
@@ -162,5 +214,7 @@ class Counters:
     tokens_reused: int = 0
     tokens_encoded: int = 0
     tokens_live: int = 0
+    tokens_history: int = 0
     tokens_generated: int = 0
+    preemptions: int = 0
     steps: int = 0

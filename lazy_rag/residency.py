@@ -137,12 +137,18 @@ class Residency:
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Drop chunks from memory and disk. Until `welcome`, none of them is published or written again, whatever
-        request or layout still names it."""
+        request or layout still names it. Kept live text goes too: it may have read them."""
         for chunk_id in chunk_ids:
-            self._deleted.add(chunk_id)
+            if chunk_id not in self._deleted:
+                self._deleted.add(chunk_id)
+                self._cache.live.forget()
             if self._records is not None:
                 self._records.delete(chunk_id)
             self._cache.discard(chunk_id)
+
+    def deleted(self, chunk_ids: Iterable[ChunkId]) -> bool:
+        """Whether any of them was deleted."""
+        return not self._deleted.isdisjoint(chunk_ids)
 
     def welcome(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Chunks that were added (again) may be kept."""
@@ -203,7 +209,7 @@ class Residency:
             entry = self.find(chunk)
             if entry is None:
                 count = self._pool.pages_for(len(chunk))
-                pages = self._cache.allocate(count) if job.evict else self._pool.allocate(count)
+                pages = self._cache.allocate(count, evict=job.evict)
                 if pages is None:
                     return True
                 entry = self._cache.begin(chunk, pages)

@@ -13,9 +13,10 @@ import queue
 import threading
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
@@ -40,7 +41,7 @@ from lazy_rag.persistence import OpenStore, check_store, load_arguments, make_ma
 from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions, known_namespace
 from lazy_rag.prompt import Message
-from lazy_rag.requests import Completion
+from lazy_rag.requests import Completion, Ticket
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.stats import Stats
 
@@ -347,7 +348,8 @@ class Runtime:
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
         prepared = self._prepared.request(layout, (), {})
-        logits = streaming.run(self._engine, prepared.layout, prepared.sampling, wants_logits=True).logits
+        ticket = self._engine.submit(prepared.layout, replace(prepared.sampling, n=1), wants_logits=True)
+        logits = streaming.run(lambda _: ticket).logits
         assert logits is not None
         return logits
 
@@ -422,7 +424,7 @@ class Runtime:
             return {
                 "chunks_resident": len(cache),
                 "pages": pool.num_pages,
-                "pages_free": pool.num_free,
+                "pages_free": pool.num_free + cache.live.idle,
                 "page_bytes": pool.page_bytes,
                 "evictions": cache.evictions,
                 **asdict(engine.counters),
@@ -509,21 +511,28 @@ class Runtime:
         self._require_open()
         return self._preparer
 
+    def _submit(self, prepared: Prepared, on_text: Callable[[str], None] | None) -> Ticket:
+        return self._engine.submit(
+            prepared.layout,
+            prepared.sampling,
+            on_text=on_text,
+            priority=prepared.priority,
+            deadline=prepared.deadline,
+        )
+
     def _run(self, prepared: Prepared) -> Answer:
-        return self._answer(prepared, streaming.run(self._engine, prepared.layout, prepared.sampling))
+        return self._answer(prepared, streaming.run(partial(self._submit, prepared)))
 
     def _stream(self, prepared: Prepared) -> Iterator[str]:
-        return streaming.TextIterator(
-            self._engine, prepared.layout, prepared.sampling, lambda completion: self._answer(prepared, completion)
-        )
+        _require_one_sample(prepared)
+        return streaming.TextIterator(partial(self._submit, prepared), partial(self._answer, prepared))
 
     async def _arun(self, prepared: Prepared) -> Answer:
-        return self._answer(prepared, await streaming.arun(self._engine, prepared.layout, prepared.sampling))
+        return self._answer(prepared, await streaming.arun(partial(self._submit, prepared)))
 
     def _astream(self, prepared: Prepared) -> AsyncGenerator[str, None]:
-        return streaming.astream(
-            self._engine, prepared.layout, prepared.sampling, lambda completion: self._answer(prepared, completion)
-        )
+        _require_one_sample(prepared)
+        return streaming.astream(partial(self._submit, prepared), partial(self._answer, prepared))
 
     def _answer(self, prepared: Prepared, completion: Completion) -> Answer:
         self.last_answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve)
@@ -534,6 +543,11 @@ class Runtime:
             raise RuntimeClosedError("the runtime is closed")
         if os.getpid() != self._process:
             raise RuntimeClosedError("this process was forked from the runtime's: make a new Runtime here")
+
+
+def _require_one_sample(prepared: Prepared) -> None:
+    if prepared.sampling.n > 1:
+        raise ConfigError(f"a stream is one text: n={prepared.sampling.n} samples come from query, generate or chat")
 
 
 def _listed(values: Any, name: str) -> Iterable[Any]:

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stats:
-    """Sizes now, and totals since the runtime started. Hits and misses count chunk uses of requests."""
+    """Sizes now, and totals since the runtime started. Hits and misses count chunk uses of requests.
+
+    pages_free      pages nobody needs, among them kept live text, which gives way at once
+    tokens_live     live prompt tokens computed; `tokens_history` those found from earlier requests
+    preemptions     how often a running request gave its pages up and was continued later
+    """
 
     documents: int
     chunks_indexed: int
@@ -22,7 +27,9 @@ class Stats:
     tokens_reused: int
     tokens_encoded: int
     tokens_live: int
+    tokens_history: int
     tokens_generated: int
+    preemptions: int
     steps: int
 
     @property

@@ -655,7 +655,7 @@ def test_bad_calls(runtime: Runtime, tmp_path: Path) -> None:
         (lambda: runtime.generate("Q", [7]), ConfigError),
         (lambda: runtime.query("Q", k=0), RetrieverError),
         (lambda: runtime.query("Q", tempreature=0), ConfigError),
-        (lambda: runtime.query("Q", deadline=3), ConfigError),
+        (lambda: runtime.query("Q", deadline=-3), ConfigError),
         (lambda: runtime.query("Q", repair="magic"), ConfigError),
         (lambda: runtime.query("Q", filter={"a": {"$near": 1}}), RetrieverError),
         (lambda: runtime.chat([]), ConfigError),
