@@ -6,13 +6,16 @@ VENV   ?= .venv
 bin     := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test stress lint bench clean
 
 demo: $(VENV)/.ready
 	$(bin)/python examples/demo.py
 
 test: $(VENV)/.ready-test
 	$(bin)/python -m pytest
+
+stress: $(VENV)/.ready-test
+	$(bin)/python -m pytest -m stress -s
 
 lint: $(VENV)/.ready-test
 	$(bin)/ruff check .
