@@ -43,6 +43,7 @@ class Receipt:
     tokens_repaired  those of the live tokens that repeat a chunk's text (`repair`)
     tokens_generated tokens of the answer, of all its samples
     preempted        how often the request gave its pages up to others and was computed again from there
+    searched_by      what found the chunks: FAISS on the CPU or a matrix product on a GPU; "" when ids were given
     """
 
     chunks: tuple[ChunkUse, ...]
@@ -54,6 +55,7 @@ class Receipt:
     times: Times
     tokens_history: int = 0
     preempted: int = 0
+    searched_by: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -79,6 +81,7 @@ class Receipt:
             f"first token {1000 * (times.retrieve + times.first_token):.0f} ms "
             f"(retrieve {1000 * times.retrieve:.0f}, encode {1000 * times.encode:.0f}, "
             f"prefill {1000 * times.prefill:.0f})"
+            + (f"; found by {self.searched_by}" if self.searched_by else "")
             + (f"; {(self.tokens_generated - 1) / times.decode:.1f} tokens/s after it" if self._has_rate() else "")
         )
         return "\n".join(lines)
@@ -128,7 +131,7 @@ class Answer:
         return answer_html(self)
 
 
-def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float) -> Receipt:
+def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float, searched_by: str = "") -> Receipt:
     completion.times.retrieve = retrieve
     samples = completion.samples or (completion,)
     reused = sum(use.length for use in completion.uses if use.hit)
@@ -142,13 +145,18 @@ def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float) 
         times=completion.times,
         tokens_history=completion.history,
         preempted=sum(sample.preempted for sample in samples),
+        searched_by=searched_by,
     )
 
 
 def make_answer(
-    layout: PromptLayout, completion: Completion, sources: tuple[Source, ...], retrieve: float = 0.0
+    layout: PromptLayout,
+    completion: Completion,
+    sources: tuple[Source, ...],
+    retrieve: float = 0.0,
+    searched_by: str = "",
 ) -> Answer:
-    receipt = make_receipt(layout, completion, retrieve)
+    receipt = make_receipt(layout, completion, retrieve, searched_by)
     return Answer(
         text=completion.text,
         sources=sources,

@@ -217,6 +217,7 @@ def _cache_bytes(settings: Settings) -> int:
     if settings.cache_bytes is not None:
         return settings.cache_bytes
     if settings.device.type == "cuda":
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(settings.device)
         return int(free * 0.8)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -209,6 +209,7 @@ class Engine:
                 self._closing = True
         self._fail_all(reason)
         self.executor.close()
+        self.pool.close()
 
     def _take_commands(self) -> bool:
         """Run queued commands; sleeps when there is nothing else to do. False at the end."""

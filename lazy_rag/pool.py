@@ -149,6 +149,10 @@ class PagePool:
     def _index(self, pages: Sequence[int]) -> Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self.data.device)
 
+    def close(self) -> None:
+        """Give the memory back, also while somebody still holds this object. Nothing can be stored or read after it."""
+        self.data, self.positions, self.layers = self.data.new_empty(0), self.positions.new_empty(0), ()
+
     def check(self, held: Iterable[int]) -> list[str]:
         """Problems when `held` should be exactly the pages that are not free."""
         problems = []

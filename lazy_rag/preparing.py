@@ -60,6 +60,7 @@ class Prepared:
     retrieve: float  # seconds spent finding the chunks
     priority: int = 0
     deadline: float | None = None
+    searched_by: str = ""
 
 
 def known_namespace(namespace: str) -> str:
@@ -95,7 +96,9 @@ class Preparer:
         space = self.space(options.get("namespace"))
         placed = [Placed(self._chunk(ChunkRecord(h.chunk_id, space, h.text, h.token_ids))) for h in hits]
         sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata) for h in hits]
-        return replace(self._lay_out(question, placed, sources, rest), retrieve=found)
+        return replace(
+            self._lay_out(question, placed, sources, rest), retrieve=found, searched_by=self._retriever.searched_by
+        )
 
     def chat(
         self, messages: str | Sequence[Message | dict[str, str]], chunk_ids: Sequence[Piece], options: RequestOptions

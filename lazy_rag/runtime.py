@@ -159,7 +159,7 @@ class Runtime:
             if self._store is not None:
                 self._store.require(self._parts.keys.id)
             self.embeddings = None if embedder is None else Embedder.load(embedder, str(settings.device))
-            self._retriever = Retriever(self.embeddings, folder, self._parts.keys.id)
+            self._retriever = Retriever(self.embeddings, folder, self._parts.keys.id, settings.device)
             undo.callback(self._retriever.close)
             if self._store is not None:
                 self._store.write_manifest(self._manifest)
@@ -535,7 +535,9 @@ class Runtime:
         return streaming.astream(partial(self._submit, prepared), partial(self._answer, prepared))
 
     def _answer(self, prepared: Prepared, completion: Completion) -> Answer:
-        self.last_answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve)
+        self.last_answer = make_answer(
+            prepared.layout, completion, prepared.sources, prepared.retrieve, prepared.searched_by
+        )
         return self.last_answer
 
     def _require_open(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -325,39 +325,30 @@ def _hidden(plan: StepRows, tile: RowTile, segment: int) -> int:
 
 
 def _tables(plan: StepRows, group: list[RowTile], part_blocks: int, block_n: int) -> Tables:
-    programs: list[Program] = []
+    begins: list[int] = []  # of the work of each program; it ends where the next one's begins
     work: list[WorkItem] = []
     tiles: list[tuple[int, int, int]] = []  # rows, place begin, place end
     for tile in group:
-        first = len(programs)
+        first = len(begins)
         # equal parts: a short last one would leave its multiprocessor idle
         part = _parts(tile.blocks, max(1, _parts(tile.blocks, part_blocks)))
         room = 0
         for s in tile.segments:
-            start, length = 0, plan.seg_length[s]
+            start, length, hidden = 0, plan.seg_length[s], _hidden(plan, tile, s)
             while start < length:
                 if room == 0:
-                    programs.append(Program(len(work), len(work)))
+                    begins.append(len(work))
                     room = part
                 end = min(start + room * block_n, length)
+                place = len(begins) - 1
                 work.append(
-                    WorkItem(
-                        segment=s,
-                        page_begin=plan.page_indptr[s],
-                        key_start=start,
-                        key_end=end,
-                        delta=plan.seg_delta[s],
-                        hidden=_hidden(plan, tile, s),
-                        row_start=tile.start,
-                        row_end=tile.end,
-                        place=len(programs) - 1,
-                    )
+                    WorkItem(s, plan.page_indptr[s], start, end, plan.seg_delta[s], hidden, tile.start, tile.end, place)
                 )
-                programs[-1] = programs[-1]._replace(work_end=len(work))
                 room -= _parts(end - start, block_n)
                 start = end
-        tiles.append((tile.end - tile.start, first, len(programs)))
+        tiles.append((tile.end - tile.start, first, len(begins)))
     # stable: row tiles stay in order within a part
+    programs = [Program(begin, end) for begin, end in pairwise((*begins, len(work)))]
     programs.sort(key=lambda program: (work[program.work_begin].segment, work[program.work_begin].key_start))
     rows = np.arange(group[0].start, group[-1].end)
     counts, *places = np.array(tiles, dtype=np.int32).T
@@ -372,5 +363,7 @@ def _tables(plan: StepRows, group: list[RowTile], part_blocks: int, block_n: int
 def _records(records: Sequence[tuple[int, ...]], fields: int) -> IntArray:
     table = np.zeros((len(records), fields), dtype=np.int32)
     if records:
-        table[:, : len(records[0])] = records
+        used = len(records[0])
+        flat = np.fromiter(chain.from_iterable(records), dtype=np.int32, count=used * len(records))
+        table[:, :used] = flat.reshape(-1, used)
     return table
