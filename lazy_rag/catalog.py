@@ -267,6 +267,10 @@ class Catalog:
         sql = "SELECT chunk_id FROM chunks WHERE ?1 IS NULL OR namespace = ?1 ORDER BY vector_id"
         return [row[0] for row in self._db.execute(sql, (namespace,))]
 
+    def texts(self) -> Iterator[tuple[str, str, str]]:
+        """(chunk id, text, namespace) of every chunk."""
+        yield from self._db.execute("SELECT chunk_id, text, namespace FROM chunks")
+
     def documents(self, namespace: str) -> list[str]:
         sql = "SELECT document_id FROM documents WHERE namespace = ? ORDER BY document_key"
         return [row[0] for row in self._db.execute(sql, (namespace,))]

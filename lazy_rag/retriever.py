@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lazy_rag.anchoring import Anchors
 from lazy_rag.catalog import (
     MAX_PARAMETERS,
     Catalog,
@@ -146,6 +147,8 @@ class Retriever:
         self._index: VectorIndex | None = None
         self._index_state = ""
         self._members: dict[str, tuple[_Ids, _Ids]] = {}
+        # the texts of all chunks; changed in the owner thread, in the order of the writes
+        self.anchors = Anchors()
         self._close_lock = threading.Lock()
         self._closed = False
         self._owner = OwnerThread("lazy-rag-retriever")
@@ -205,7 +208,7 @@ class Retriever:
         last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there."""
         wanted = list(dict.fromkeys(_checked_ids([ids] if isinstance(ids, str) else ids)))
         check_namespace(namespace)
-        return self._call(lambda: self._apply(self._catalog.delete(wanted, namespace)))
+        return self._call(lambda: self._delete(wanted, namespace))
 
     # Reading
 
@@ -368,6 +371,8 @@ class Retriever:
             catalog.bind(self._key_space)
             if self._embedder is not None:
                 catalog.claim(self._embedder.name, self._embedder.dimension)
+            for chunk_id, text, namespace in catalog.texts():
+                self.anchors.add(chunk_id, text, namespace)
         except BaseException:
             catalog.close()
             raise
@@ -411,7 +416,19 @@ class Retriever:
         return index
 
     def _replace(self, writes: Sequence[DocumentWrite], vectors: Mapping[str, Vectors]) -> Change:
-        return self._apply(self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None))
+        change = self._apply(self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None))
+        added = set(change.added)
+        for chunk in (chunk for write in writes for chunk in write.chunks):
+            if chunk.chunk_id in added:
+                self.anchors.add(chunk.chunk_id, chunk.text, chunk.namespace)
+        for namespace in {write.namespace for write in writes}:
+            self.anchors.remove(change.removed, namespace)
+        return change
+
+    def _delete(self, ids: Sequence[str], namespace: str) -> Change:
+        change = self._apply(self._catalog.delete(ids, namespace))
+        self.anchors.remove(change.removed, namespace)
+        return change
 
     def _apply(self, written: Written) -> Change:
         """Bring the index to the state after a committed write."""
