@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from lazy_rag.errors import IncompleteAnswerError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import PromptLayout
 from lazy_rag.requests import ChunkUse, Completion, Times
@@ -98,6 +100,16 @@ class Answer:
     logprobs: tuple[float, ...] | None
     token_ids: tuple[int, ...]
     layout: PromptLayout
+
+    def json(self) -> Any:
+        """The text read as JSON. Raises IncompleteAnswerError when it is none, having been cut off, say."""
+        try:
+            return json.loads(self.text)
+        except ValueError as error:
+            raise IncompleteAnswerError(
+                f"the answer is no complete JSON (finish_reason {self.finish_reason!r}): ask with "
+                "SamplingParams(json_schema=...), leave stop strings out, or raise max_tokens"
+            ) from error
 
     def __str__(self) -> str:
         return self.text
