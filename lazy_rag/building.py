@@ -15,6 +15,7 @@ from lazy_rag_kernels import IMPLS, KernelError, require
 from lazy_rag.assembly import Assembler
 from lazy_rag.cache import CachedChunk, ChunkCache
 from lazy_rag.chunking import Chunker
+from lazy_rag.conversation import Conversations
 from lazy_rag.engine import Engine
 from lazy_rag.errors import ConfigError, LazyRAGError
 from lazy_rag.grammar import Grammars
@@ -92,6 +93,7 @@ class Parts:
     keys: KeySpace
     chunker: Chunker
     assembler: Assembler
+    conversations: Conversations
     engine: Engine
     grammars: Grammars
     prefix: Chunk | None
@@ -163,6 +165,7 @@ def _build(
         keys=keys,
         chunker=Chunker(tokens, keys, separator=settings.separator, base=base, max_tokens=max_context - base),
         assembler=Assembler(tokens, chat, prefix=prefix, page_size=settings.page_size, max_context=max_context),
+        conversations=Conversations(tokens, chat, prefix=prefix, page_size=settings.page_size, max_context=max_context),
         engine=engine,
         grammars=grammars,
         prefix=prefix,

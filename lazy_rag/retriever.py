@@ -194,14 +194,21 @@ class Retriever:
         *,
         progress: bool = False,
         namespace: str | None = None,
+        vectors: np.ndarray[Any, Any] | None = None,
     ) -> Change:
         """`upsert` of several (document id, chunks, metadata): one transaction, one embedding run, one progress bar.
-        A document without chunks needs `namespace`; its earlier version is removed and nothing is stored."""
+        A document without chunks needs `namespace`; its earlier version is removed and nothing is stored. `vectors`:
+        one row for every chunk, in order."""
         writes = [_document_write(*document, namespace) for document in documents]
         keys = [(write.namespace, write.document_id) for write in writes]
         if len(set(keys)) != len(keys):
             raise RetrieverError("the same document id occurs twice in one call")
-        return self._write(writes, {}, progress)
+        given: dict[str, Vectors] = {}
+        if vectors is not None:
+            chunks = [chunk for write in writes for chunk in write.chunks]
+            matrix = self._checked_vectors(vectors, len(chunks))
+            given = {chunk.chunk_id: row for chunk, row in zip(chunks, matrix, strict=True)}
+        return self._write(writes, given, progress)
 
     def delete(self, ids: Sequence[str], *, namespace: str) -> Change:
         """Delete documents by id and chunks by id (all their occurrences) from one namespace. A document that loses its
@@ -228,9 +235,7 @@ class Retriever:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k <= 0:
             raise RetrieverError(f"k must be a positive integer, not {k!r}")
         check_namespace(namespace)
-        where = None if filter is None else compile_filter(filter)
-        if where is not None and len(where.parameters) > MAX_PARAMETERS:
-            raise RetrieverError("the filter is too large: use $in with a list instead of many conditions")
+        where = _compiled(filter)
         if isinstance(query, str):
             if self._embedder is None:
                 raise RetrieverError("no embedder: construct the retriever with one to search for a text")
@@ -239,6 +244,18 @@ class Retriever:
         else:
             vector = self._checked_vectors(query, 1)[0]
         return self._call(lambda: self._search(vector, int(k), namespace, where))
+
+    def find(
+        self,
+        *,
+        namespace: str,
+        filter: Mapping[str, Any] | None = None,
+        document_ids: Sequence[str] | None = None,
+    ) -> list[Hit]:
+        """Every chunk that passes the filter, of all documents or of those named; `score` is nan."""
+        check_namespace(namespace)
+        where = _compiled(filter)
+        return self._call(lambda: self._catalog.find(namespace, where, document_ids))
 
     def chunk(self, chunk_id: str) -> ChunkRecord:
         """The stored chunk. Raises UnknownChunkError."""
@@ -573,6 +590,13 @@ def _document_write(
                 f"document {document_id!r} has {len(encoded)} metadata entries for {len(chunks)} chunks"
             )
     return DocumentWrite(document_id, namespaces.pop(), tuple(chunks), encoded)
+
+
+def _compiled(filter: Mapping[str, Any] | None) -> Filter | None:
+    where = None if filter is None else compile_filter(filter)
+    if where is not None and len(where.parameters) > MAX_PARAMETERS:
+        raise RetrieverError("the filter is too large: use $in with a list instead of many conditions")
+    return where
 
 
 def _checked_ids(ids: Any) -> list[str]:
