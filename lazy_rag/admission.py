@@ -18,6 +18,7 @@ import torch
 
 from lazy_rag.cache import CachedChunk, ChunkCache
 from lazy_rag.errors import CacheFullError, QueueFullError
+from lazy_rag.grammar import Constraint
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, Segment
 from lazy_rag.live import LiveKeys
@@ -25,7 +26,7 @@ from lazy_rag.plan import PlacedSegment
 from lazy_rag.plan import Sequence as TokenSequence
 from lazy_rag.requests import ChunkUse, Counters, Request
 from lazy_rag.residency import Residency
-from lazy_rag.sampling import Sampler, TextStream
+from lazy_rag.sampling import Sampler, SamplingParams, TextStream
 from lazy_rag.scheduler import WaitingLine
 
 
@@ -34,6 +35,7 @@ class Admission:
 
     Args:
         decode: token ids to text.
+        constraint: the grammar an answer has to follow, from its sampling parameters.
         device: where tokens are chosen.
     """
 
@@ -46,6 +48,7 @@ class Admission:
         max_queue: int | None,
         counters: Counters,
         decode: Callable[[list[int]], str],
+        constraint: Callable[[SamplingParams], Constraint | None],
         device: torch.device,
     ) -> None:
         self.waiting: WaitingLine[Request] = WaitingLine()
@@ -58,6 +61,7 @@ class Admission:
         self._max_queue = max_queue
         self._counters = counters
         self._decode = decode
+        self._constraint = constraint
         self._device = device
 
     def accept(self, request: Request) -> None:
@@ -161,7 +165,8 @@ class Admission:
             request.uses = tuple(old if new.hit else new for old, new in zip(request.uses, uses, strict=True))
             return
         request.uses = uses
-        request.sampler = Sampler(request.sampling, self._device, layout.token_ids)
+        constraint = self._constraint(request.sampling)
+        request.sampler = Sampler(request.sampling, self._device, layout.token_ids, constraint)
         request.stream = TextStream(self._decode, request.sampling.stop_strings)
         request.times.queue = now - request.submitted
         request.history = request.sequence.computed

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from lazy_rag.errors import IncompleteAnswerError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import PromptLayout
 from lazy_rag.requests import ChunkUse, Completion, Times
+from lazy_rag.tools import ToolCall
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Answer:
     """`finish_reason`: "stop" (end token or stop string), "length" or "cancelled".
 
     `dropped` lists chunks that did not fit the context, lowest-ranked last. `logprobs` are of the chosen tokens under
-    the model's own distribution, when `SamplingParams(logprobs=True)`.
+    the model's own distribution, when `SamplingParams(logprobs=True)`. `tool_calls`: the calls a chat with `tools` asks
+    for; the text is empty then.
 
     `samples` holds what `SamplingParams(n=...)` asked for, n of them in the order of their seeds; `text`,
     `finish_reason`, `token_ids` and `logprobs` are the first one's.
@@ -121,6 +125,17 @@ class Answer:
     token_ids: tuple[int, ...]
     layout: PromptLayout
     samples: tuple[Sample, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def json(self) -> Any:
+        """The text read as JSON. Raises IncompleteAnswerError when it is none, having been cut off, say."""
+        try:
+            return json.loads(self.text)
+        except ValueError as error:
+            raise IncompleteAnswerError(
+                f"the answer is no complete JSON (finish_reason {self.finish_reason!r}): ask with "
+                "SamplingParams(json_schema=...), leave stop strings out, or raise max_tokens"
+            ) from error
 
     def __str__(self) -> str:
         return self.text

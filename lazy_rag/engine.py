@@ -31,6 +31,7 @@ from lazy_rag.cache import ChunkCache
 from lazy_rag.errors import CacheFullError, DeadlineExceededError, LazyRAGError, RuntimeClosedError
 from lazy_rag.execution import Executor, Logits
 from lazy_rag.futures import as_lazy_error, resolve, set_exception, set_result
+from lazy_rag.grammar import Constraint
 from lazy_rag.layout import Chunk, PromptLayout
 from lazy_rag.model import LanguageModel
 from lazy_rag.plan import Part
@@ -51,6 +52,7 @@ class Engine:
         encode_tokens: most rows in one forward pass.
         decode: token ids to text.
         end_ids: tokens that end an answer.
+        constraint: the grammar an answer has to follow, from its sampling parameters.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Engine:
         end_ids: frozenset[int],
         records: Records | None = None,
         max_queue: int | None = None,
+        constraint: Callable[[SamplingParams], Constraint | None] = lambda _: None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -78,6 +81,7 @@ class Engine:
             max_queue=max_queue,
             counters=self.counters,
             decode=decode,
+            constraint=constraint,
             device=model.device,
         )
         self._prefix = prefix
@@ -414,7 +418,7 @@ class Engine:
         if token in self._end_ids and not request.sampling.ignore_eos:
             return "stop"
         self._deliver(request, stream.push(token))
-        if stream.stopped:
+        if stream.stopped or sampler.finished_after(len(request.token_ids)):
             return "stop"
         if len(request.token_ids) >= request.sampling.max_tokens:
             return "length"

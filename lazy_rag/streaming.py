@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 from lazy_rag.requests import Completion, Ticket
+from lazy_rag.tools import CallFilter
 
 Done = Callable[[Completion], Any]
 # hands a request to the engine, with what receives its text
@@ -86,14 +87,16 @@ class _AsyncMailbox(_Mailbox):
 
 
 class TextIterator(Iterator[str]):
-    """Pieces of text as they come; `done` gets the completion at the end.
+    """Pieces of text as they come; `done` makes the answer of the completion at the end.
 
     The request is submitted with the first `next`. `close` cancels it, from any thread, also while another one waits in
     `next` (a generator could not be closed there). An iterator nobody holds any more closes itself: nothing that the
     engine holds refers to it.
     """
 
-    def __init__(self, submit: Submit, done: Done) -> None:
+    def __init__(self, submit: Submit, done: Done, shown: CallFilter | None = None) -> None:
+        self.answer: Any = None  # what `done` made of the completion, after the last piece
+        self._shown = shown or CallFilter(None)
         self._submit = submit
         self._done = done
         self._pieces = _Mailbox()
@@ -106,18 +109,24 @@ class TextIterator(Iterator[str]):
         if self._ticket is None:
             self._ticket = self._submit(self._pieces.put)
             self._ticket.future.add_done_callback(self._pieces.end)
+        while (piece := self._next()) is not None:
+            if text := self._shown.push(piece):
+                return text
+        cancelled, self._closed = self._closed, True
+        completion = self._ticket.future.result()
+        if cancelled:
+            raise StopIteration
+        self.answer = self._done(completion)
+        if text := self._shown.finish():
+            return text
+        raise StopIteration
+
+    def _next(self) -> str | None:
         try:
-            piece = self._pieces.get()
+            return self._pieces.get()
         except BaseException:  # Ctrl-C
             self.close()
             raise
-        if piece is not None:
-            return piece
-        cancelled, self._closed = self._closed, True
-        completion = self._ticket.future.result()
-        if not cancelled:
-            self._done(completion)
-        raise StopIteration
 
     def close(self) -> None:
         """Stop generating; the request's pages come back within one token."""
@@ -139,17 +148,37 @@ async def arun(submit: Submit) -> Completion:
         _give_up(ticket)
 
 
-async def astream(submit: Submit, done: Done) -> AsyncGenerator[str, None]:
-    """`stream` for `async for`."""
-    pieces = _AsyncMailbox()
-    ticket = submit(pieces.put)
-    ticket.future.add_done_callback(pieces.end)
-    try:
-        while (piece := await pieces.aget()) is not None:
-            yield piece
-        done(ticket.future.result())
-    finally:
-        _give_up(ticket)
+class AsyncTextIterator(AsyncIterator[str]):
+    """`TextIterator` for `async for`. `aclose`, or cancelling the task that waits, cancels the request."""
+
+    def __init__(self, submit: Submit, done: Done, shown: CallFilter | None = None) -> None:
+        self.answer: Any = None  # what `done` made of the completion, after the last piece
+        self._done = done
+        self._shown = shown or CallFilter(None)
+        self._generator = self._run(submit)
+
+    def __aiter__(self) -> AsyncTextIterator:
+        return self
+
+    async def __anext__(self) -> str:
+        return await anext(self._generator)
+
+    async def aclose(self) -> None:
+        await self._generator.aclose()
+
+    async def _run(self, submit: Submit) -> AsyncGenerator[str, None]:
+        pieces = _AsyncMailbox()
+        ticket = submit(pieces.put)
+        ticket.future.add_done_callback(pieces.end)
+        try:
+            while (piece := await pieces.aget()) is not None:
+                if text := self._shown.push(piece):
+                    yield text
+            self.answer = self._done(ticket.future.result())
+            if text := self._shown.finish():
+                yield text
+        finally:
+            _give_up(ticket)
 
 
 def _give_up(ticket: Ticket) -> None:
