@@ -17,8 +17,9 @@ import numpy.typing as npt
 from lazy_rag.errors import CacheFullError, ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
-from lazy_rag.policy import EvictionPolicy
+from lazy_rag.policy import EvictionPolicy, Size
 from lazy_rag.pool import PagePool
+from lazy_rag.rates import Rates
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class ChunkCache:
         self.pool = pool
         self._policy = policy
         self._on_evict = on_evict
+        self.rates = Rates(pool.data.device)
         self._published: dict[ChunkId, CachedChunk] = {}
         self._unlisted: set[CachedChunk] = set()  # filling, or discarded and still leased
         self.evictions = 0
@@ -108,7 +110,9 @@ class ChunkCache:
         """Make a completely written entry visible; from here on its pages are never written."""
         assert not entry.published
         assert entry.chunk.id not in self._published
-        self._policy.added(entry.chunk.id)  # may raise when it is a user's own: then nothing has changed
+        tokens = len(entry.chunk)
+        size = Size(tokens, len(entry.pages) * self.pool.page_bytes, tokens * self.rates.encode)
+        self._policy.added(entry.chunk.id, size)  # may raise when it is a user's own: then nothing has changed
         self._unlisted.remove(entry)
         entry.published = True
         self._published[entry.chunk.id] = entry
@@ -125,7 +129,7 @@ class ChunkCache:
         entry = self._published.get(chunk_id)
         if entry is None:
             return False
-        self._unlist(entry)
+        self._unlist(entry, evicted=False)
         if entry.leases:
             entry.discarded = True
             self._unlisted.add(entry)
@@ -166,7 +170,7 @@ class ChunkCache:
                 return None
         for entry in victims:
             self._rescue(entry)
-            self._unlist(entry)
+            self._unlist(entry, evicted=True)
             self.pool.free(entry.pages)
             self.evictions += 1
         return self.pool.allocate(count)
@@ -180,9 +184,9 @@ class ChunkCache:
         except Exception:  # noqa: BLE001
             _log.exception("the KV of chunk %s could not be kept; it will be computed again", entry.chunk.id)
 
-    def _unlist(self, entry: CachedChunk) -> None:
+    def _unlist(self, entry: CachedChunk, *, evicted: bool) -> None:
         del self._published[entry.chunk.id]
-        self._policy.removed(entry.chunk.id)
+        self._policy.removed(entry.chunk.id, evicted=evicted)
 
     def pages_beyond(self, chunk_ids: Collection[ChunkId]) -> int:
         """Pages of pinned chunks other than the given ones: what a request with these chunks can never have."""

@@ -206,8 +206,10 @@ class Engine:
         requests = {id(r.sequence): r for r in self._running}
         encodings = {id(e.sequence): e for e in self.residency.encodings.values()}
         asked = [p for p in parts if id(p.sequence) in requests and p.rows == p.sequence.remaining]
+        encoded = sum(p.rows for p in parts if id(p.sequence) in encodings)
         try:
-            logits = self.executor.run(parts, [(p, p.sequence.pages[0]) for p in asked])
+            with self.cache.rates.computing(encoded, sum(p.rows for p in parts)):
+                logits = self.executor.run(parts, [(p, p.sequence.pages[0]) for p in asked])
         except Exception as error:  # noqa: BLE001  whatever the model raised: those in this step fail, the engine goes on
             _log.exception("a forward pass failed")
             for part in parts:

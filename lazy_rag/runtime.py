@@ -62,7 +62,7 @@ class Runtime:
         cache_bytes: the page budget. Default: 80 % of a GPU's free memory; without one a quarter of the machine's
             memory, at most 4 GiB.
         store: folder in which index, metadata and KV live and survive.
-        policy: "lru", or an object with the `EvictionPolicy` methods.
+        policy: "lru", "lfu", "cost" (recompute seconds × uses / bytes), or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
         encode_tokens: most rows of one forward pass.

@@ -12,7 +12,7 @@ from lazy_rag.cache import CachedChunk, ChunkCache
 from lazy_rag.errors import CacheFullError, ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
-from lazy_rag.policy import LRU, make_policy
+from lazy_rag.policy import LRU
 from lazy_rag.pool import KVShape, PageLayout, PagePool
 
 SHAPES = (KVShape(2, 4, 4), KVShape(1, 6, 3), KVShape(3, 8, 5))
@@ -126,14 +126,6 @@ def test_nothing_unfinished_is_visible_and_token_ids_are_compared() -> None:
         with pytest.raises(ConfigError, match="other tokens"):
             cache.lookup(other)
     assert cache.check() == []
-
-
-def test_policies_by_name() -> None:
-    assert isinstance(make_policy("lru"), LRU)
-    custom = LRU()
-    assert make_policy(custom) is custom
-    with pytest.raises(ConfigError, match="mru"):
-        make_policy("mru")
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -37,7 +37,7 @@ from lazy_rag.errors import (
     UnsupportedModelError,
 )
 from lazy_rag.keys import ChunkId, checksum, tensor_bytes
-from lazy_rag.policy import LRU
+from lazy_rag.policy import LRU, Size
 from lazy_rag.prompt import ChatFormat
 from tests.fixtures import PAGE, WordEmbedder, make_runtime, pages
 from tests.layouts import make_chunk, random_tokens
@@ -785,10 +785,10 @@ def test_a_broken_policy_fails_requests_and_not_the_engine() -> None:
     class Broken(LRU):
         broken = False
 
-        def added(self, chunk_id: ChunkId) -> None:
+        def added(self, chunk_id: ChunkId, size: Size) -> None:
             if self.broken:
                 raise ValueError("no")
-            super().added(chunk_id)
+            super().added(chunk_id, size)
 
     policy = Broken()
     with make_runtime(policy=policy) as runtime:
