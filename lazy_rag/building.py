@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lazy_rag_kernels import IMPLS, KernelError, require
 
 from lazy_rag.assembly import Assembler
 from lazy_rag.cache import CachedChunk, ChunkCache
+from lazy_rag.catalog import check_namespace
 from lazy_rag.chunking import Chunker
 from lazy_rag.engine import Engine
 from lazy_rag.errors import ConfigError, LazyRAGError
@@ -45,6 +47,8 @@ class Settings:
     impl: str
     max_queue: int | None
     compile: bool
+    ttl: float | None
+    quotas: Mapping[str, int]
 
     @classmethod
     def of(
@@ -74,12 +78,35 @@ class Settings:
         for name in ("prefix", "separator", "namespace"):
             if not isinstance(rest[name], str):
                 raise ConfigError(f"{name}={rest[name]!r} must be a string")
+        rest["ttl"] = known_ttl(rest["ttl"])
+        rest["quotas"] = _known_quotas(rest["quotas"])
         if not isinstance(rest["compile"], bool):
             raise ConfigError(f"compile={rest['compile']!r} must be True or False")
         chosen = impl or ("triton" if on_gpu else "reference")
         if chosen not in IMPLS:
             raise ConfigError(f"impl={impl!r} is not one of {', '.join(map(repr, IMPLS))}")
         return cls(device=where, dtype=kind, impl=chosen, **rest)
+
+
+def known_ttl(ttl: object) -> float | None:
+    """Seconds, or None. Raises ConfigError."""
+    if ttl is None:
+        return None
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
+        raise ConfigError(f"ttl={ttl!r} must be a number of seconds above 0, or None")
+    return float(ttl)
+
+
+def _known_quotas(quotas: Any) -> dict[str, int]:
+    if quotas is None:
+        return {}
+    if not isinstance(quotas, Mapping):
+        raise ConfigError(f"quotas={quotas!r} must be a mapping of namespaces to bytes")
+    for name, size in quotas.items():
+        check_namespace(name)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"quotas: {size!r} for namespace {name!r} must be a positive whole number of bytes")
+    return dict(quotas)
 
 
 @dataclass(frozen=True)
@@ -89,6 +116,7 @@ class Parts:
     model: LanguageModel
     tokens: TextTokenizer
     keys: KeySpace
+    prefix_keys: KeySpace  # of encode prefixes
     chunker: Chunker
     assembler: Assembler
     engine: Engine
@@ -125,11 +153,10 @@ def _build(
         raise ConfigError(str(error)) from error
     layout = PageLayout(model.kv_shapes, settings.page_size)
     fields = key_fields(model, tokens, f"{layout.describe()} {model.dtype}")
-    prefix = None
-    if prefix_ids:
-        prefix = Chunk(KeySpace({**fields, "prefix": ""}).chunk_id("", prefix_ids), prefix_ids, 0)
+    prefix_keys = KeySpace({**fields, "prefix": ""})
+    prefix = Chunk(prefix_keys.chunk_id("", prefix_ids), prefix_ids, 0) if prefix_ids else None
     keys = KeySpace({**fields, "prefix": prefix.id if prefix else ""})
-    records = None if store is None else KVRecords(store, fields["layout"], keys.id)
+    records = None if store is None else KVRecords(store, fields["layout"], keys.id, ttl=settings.ttl)
     count = _cache_bytes(settings) // (layout.elements * model.dtype.itemsize)
     try:
         pool = PagePool(layout, count, dtype=model.dtype, device=model.device)
@@ -139,7 +166,8 @@ def _build(
         raise ConfigError(f"cache_bytes: a budget of {count} pages cannot be had from this machine: {error}") from error
     if settings.compile:
         model.compile()
-    cache = ChunkCache(pool, make_policy(policy), None if records is None else _spill(pool, records))
+    spill = None if records is None else _spill(pool, records)
+    cache = ChunkCache(pool, make_policy(policy), spill, quotas=_page_quotas(settings, pool), ttl=settings.ttl)
     engine = Engine(
         model,
         cache,
@@ -156,6 +184,7 @@ def _build(
         model=model,
         tokens=tokens,
         keys=keys,
+        prefix_keys=prefix_keys,
         chunker=Chunker(tokens, keys, separator=settings.separator, base=base, max_tokens=max_context - base),
         assembler=Assembler(tokens, chat, prefix=prefix, page_size=settings.page_size, max_context=max_context),
         engine=engine,
@@ -223,8 +252,19 @@ def _cache_bytes(settings: Settings) -> int:
     return min(memory // 4, _HOST_CACHE_BYTES)
 
 
+def _page_quotas(settings: Settings, pool: PagePool) -> dict[str, int]:
+    quotas = {name: size // pool.page_bytes for name, size in settings.quotas.items()}
+    for name, count in quotas.items():
+        if count < 1:
+            raise ConfigError(
+                f"quotas: {settings.quotas[name]} bytes for namespace {name!r} hold no page, which takes "
+                f"{pool.page_bytes}: raise it"
+            )
+    return quotas
+
+
 def _spill(pool: PagePool, records: KVRecords) -> Callable[[CachedChunk], None]:
     def spill(entry: CachedChunk) -> None:
-        records.save(entry.chunk, pool.read(entry.pages))
+        records.save(entry.chunk, pool.read(entry.pages), time.monotonic() - entry.born)
 
     return spill

@@ -49,7 +49,7 @@ class Chunker:
         return ChunkRecord(self._keys.chunk_id(namespace, token_ids), namespace, stripped, token_ids)
 
     def chunk(self, record: ChunkRecord) -> Chunk:
-        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base)
+        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace)
 
     def split(self, documents: Sequence[Document], namespace: str, chunk_tokens: int) -> list[list[ChunkRecord]]:
         """The chunks of each document, each at most `chunk_tokens` long with its separator."""

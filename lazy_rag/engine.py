@@ -119,11 +119,12 @@ class Engine:
         *,
         evict: bool,
         pin: bool = False,
+        ttl: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> EncodeJob:
         """Bring chunks into the cache; the job's future gives how many of them are resident at its end."""
         queued = deque(chunks)
-        job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued))
+        job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued), ttl)
         self._put(lambda: self.residency.jobs.append(job))
         return job
 
@@ -290,6 +291,7 @@ class Engine:
         if self._prefix is not None:
             chunks.add(self._prefix.id)
         needed += sum(self.pool.pages_for(len(request.layout.chunks[i])) for i in chunks)
+        self.cache.require_quota(request.layout.chunks[i] for i in chunks)
         available = self.pool.num_pages - self.cache.pages_beyond(chunks)
         if needed > available:
             error = CacheFullError(
@@ -343,7 +345,7 @@ class Engine:
                 request.leases.append(self.cache.lease(entry))
         sizes = [self.pool.pages_for(len(chunk)) for chunk in missing]
         private = self._private_pages(request)
-        pages = self.cache.allocate(private + sum(sizes))
+        pages = self.cache.allocate(private + sum(sizes), missing)
         if pages is None:
             self._release(request)
             return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,17 @@ from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.retriever import Retriever
-from lazy_rag.store import KVRecords, Manifest, lock_folder, open_folder, read_manifest, write_manifest
+from lazy_rag.store import (
+    KVRecords,
+    Manifest,
+    lock_folder,
+    open_folder,
+    read_manifest,
+    write_atomically,
+    write_manifest,
+)
+
+_log = logging.getLogger(__name__)
 
 
 class OpenStore:
@@ -120,9 +132,9 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     # evicted chunks of this runtime's own store belong to a copy too
     if parts.records is not None and parts.records.folder != target.folder:
         for chunk in _chunks(parts, retriever, held):
-            pages = parts.records.load(chunk)
-            if pages is not None:
-                records.save(chunk, pages)
+            record = parts.records.load(chunk)
+            if record is not None:
+                records.save(chunk, record.pages, record.age)
     still_held = _held(parts, retriever)
     for chunk_id in records.ids():
         if chunk_id not in still_held:
@@ -138,6 +150,25 @@ def _held(parts: Parts, retriever: Retriever) -> set[ChunkId]:
 
 def _chunks(parts: Parts, retriever: Retriever, ids: set[ChunkId]) -> list[Chunk]:
     return [parts.chunker.chunk(record) for record in retriever.records(sorted(ids)).values()]
+
+
+def read_warm(folder: Path) -> dict[str, list[str]]:
+    """The warm list: chunk ids by namespace. Empty where there is none; a broken one is told in the log."""
+    try:
+        stored = json.loads((folder / "warm.json").read_text(encoding="utf-8"))
+        return {str(name): [str(i) for i in ids] for name, ids in stored.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        _log.warning("the warm list of %s cannot be read: %s", folder, error)
+        return {}
+
+
+def write_warm(folder: Path, lists: dict[str, list[str]]) -> None:
+    try:
+        write_atomically(folder / "warm.json", json.dumps(lists).encode())
+    except OSError as error:
+        raise StoreError(f"cannot write the warm list of {str(folder)!r}: {error}") from error
 
 
 def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str]:

@@ -61,6 +61,14 @@ def known_namespace(namespace: str) -> str:
     return namespace
 
 
+def known_chunk(retriever: Retriever, chunk_id: str, namespace: str) -> ChunkRecord:
+    """A stored chunk. Raises UnknownChunkError, also for one of another namespace."""
+    record = retriever.chunk(chunk_id)
+    if record.namespace != namespace:
+        raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
+    return record
+
+
 class Preparer:
     """Checks requests of one runtime and lays out their prompts. Thread-safe: it holds no state of its own."""
 
@@ -148,9 +156,7 @@ class Preparer:
             if isinstance(part, Live):
                 pieces.append(part)
                 continue
-            record = self._retriever.chunk(part.chunk_id)
-            if record.namespace != namespace:
-                raise UnknownChunkError(f"no chunk {part.chunk_id!r} in namespace {namespace!r}")
+            record = known_chunk(self._retriever, part.chunk_id, namespace)
             placed = Placed(self._chunk(record), part.start, part.length)
             if placed.start >= len(placed.chunk) or placed.start + placed.tokens > len(placed.chunk):
                 raise ConfigError(f"{part} reaches beyond the chunk's {len(placed.chunk)} tokens")

@@ -113,7 +113,8 @@ class EncodeJob:
     """Chunks to bring into the cache with no prompt behind them.
 
     Without `evict` it stops when no page is free. With it, others make room, but never the job's own chunks: `leases`
-    keeps them until its end. With `pin` they stay pinned from then on, all of them, or the job fails.
+    keeps them until its end. With `pin` they stay pinned from then on, for `ttl` seconds or until they are unpinned;
+    all of them, or the job fails.
     """
 
     chunks: deque[Chunk]
@@ -122,6 +123,7 @@ class EncodeJob:
     on_progress: Callable[[int], None] | None
     pin: bool = False
     chunk_ids: tuple[ChunkId, ...] = ()
+    ttl: float | None = None
     leases: list[CachedChunk] = field(default_factory=list)
     in_flight: int = 0
     resident: int = 0

@@ -7,6 +7,7 @@ its steps, and reports each finished one to `publish`.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.plan import PlacedSegment, Sequence
 from lazy_rag.requests import Counters, EncodeJob, Encoding, Request
+from lazy_rag.store import Loaded
 
 _log = logging.getLogger(__name__)
 
@@ -29,11 +31,11 @@ _log = logging.getLogger(__name__)
 class Records(Protocol):
     """Where the KV of chunks is kept outside the pool."""
 
-    def load(self, chunk: Chunk) -> Tensor | None:
-        """Whole pages [pages, elements] of a chunk, verified, or None."""
+    def load(self, chunk: Chunk) -> Loaded | None:
+        """Whole pages of a chunk, verified, or None."""
         ...
 
-    def save(self, chunk: Chunk, pages: Tensor) -> None: ...
+    def save(self, chunk: Chunk, pages: Tensor, age: float = 0.0) -> None: ...
 
     def delete(self, chunk_id: ChunkId) -> None: ...
 
@@ -84,10 +86,10 @@ class Residency:
         try:
             # what an earlier owner left behind the chunk's end must not leave with its record
             self._pool.clear(entry.pages[-1])
-            data = None if self._records is None or chunk.id in self._deleted else self._records.load(chunk)
+            data = self._load(chunk)
             if data is not None:
-                self._pool.write(entry.pages, data, range(chunk.base, chunk.base + len(chunk)))
-                self._cache.publish(entry)
+                self._pool.write(entry.pages, data.pages, range(chunk.base, chunk.base + len(chunk)))
+                self._cache.publish(entry, data.age)
                 return "disk"
             segments: tuple[PlacedSegment, ...] = ()
             if chunk.base:
@@ -100,6 +102,16 @@ class Residency:
         sequence = Sequence(list(chunk.token_ids), positions, segments, entry.pages)
         self.encodings[chunk.id] = Encoding(entry, sequence)
         return "encoded"
+
+    def _load(self, chunk: Chunk) -> Loaded | None:
+        """The record of a chunk, unless loading is measured to be slower than computing."""
+        if self._records is None or chunk.id in self._deleted or not self._cache.rates.worth_loading("disk"):
+            return None
+        started = time.perf_counter()
+        data = self._records.load(chunk)
+        if data is not None:
+            self._cache.rates.loaded("disk", len(chunk), time.perf_counter() - started)
+        return data
 
     def publish(self, encoding: Encoding) -> None:
         """A completely written chunk becomes visible, and those who wait for it go on.
@@ -152,7 +164,7 @@ class Residency:
         """Keep a chunk's pages outside the pool, if it is resident. Here, so that no deletion can come in between."""
         entry = self._cache.lookup(chunk)
         if entry is not None:
-            records.save(chunk, self._pool.read(entry.pages))
+            records.save(chunk, self._pool.read(entry.pages), self._cache.clock() - entry.born)
 
     # the encode prefix
 
@@ -168,7 +180,7 @@ class Residency:
         entry = self._cache.lookup(self._prefix)
         if entry is None:
             raise CacheFullError("the page budget does not hold the encode prefix: raise cache_bytes")
-        entry.pinned = True
+        entry.pinned_until = math.inf
         self._prefix_entry = entry
 
     # jobs
@@ -203,7 +215,7 @@ class Residency:
             entry = self.find(chunk)
             if entry is None:
                 count = self._pool.pages_for(len(chunk))
-                pages = self._cache.allocate(count) if job.evict else self._pool.allocate(count)
+                pages = self._cache.allocate(count, [chunk], evict=job.evict)
                 if pages is None:
                     return True
                 entry = self._cache.begin(chunk, pages)
@@ -233,7 +245,7 @@ class Residency:
         try:
             if job.pin and not job.future.done():
                 # before the leases go: in between, another request could push a chunk out
-                self._cache.pin(job.chunk_ids)
+                self._cache.pin(job.chunk_ids, job.ttl)
         except LazyRAGError as error:
             set_exception(job.future, error)
         self.stop(job)

@@ -27,18 +27,28 @@ from transformers import PreTrainedModel
 from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, make_answer
 from lazy_rag.arguments import checked_keywords
-from lazy_rag.building import Settings, build
+from lazy_rag.building import Settings, build, known_ttl
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
 from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, UnknownChunkError
+from lazy_rag.explain import explain_layout
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, known_repair
 from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
-from lazy_rag.persistence import OpenStore, check_store, load_arguments, make_manifest, same_folder, write_store
+from lazy_rag.persistence import (
+    OpenStore,
+    check_store,
+    load_arguments,
+    make_manifest,
+    read_warm,
+    same_folder,
+    write_store,
+    write_warm,
+)
 from lazy_rag.policy import EvictionPolicy, make_policy
-from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions, known_namespace
+from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions, known_chunk, known_namespace
 from lazy_rag.prompt import Message
 from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
@@ -64,6 +74,8 @@ class Runtime:
         store: folder in which index, metadata and KV live and survive.
         policy: "lru", "lfu", "cost" (recompute seconds × uses / bytes), or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
+        quotas: most bytes of memory that chunks of a namespace take, by namespace.
+        ttl: seconds after which the KV of a chunk that is not pinned is dropped from every tier and computed again.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
         encode_tokens: most rows of one forward pass.
         page_size: token slots of a page.
@@ -97,6 +109,8 @@ class Runtime:
         store: str | Path | None = None,
         policy: str | EvictionPolicy = "lru",
         namespace: str = "",
+        quotas: Mapping[str, int] | None = None,
+        ttl: float | None = None,
         max_queue: int | None = None,
         encode_tokens: int = 8192,
         page_size: int = 16,
@@ -125,6 +139,8 @@ class Runtime:
             page_size=page_size,
             max_queue=max_queue,
             compile=compile,
+            quotas=quotas,
+            ttl=ttl,
         )
         known_repair(repair)
         known_namespace(namespace)
@@ -166,6 +182,8 @@ class Runtime:
             self._engine.start()
             undo.pop_all()
         self._preparer = Preparer(self._parts, self._retriever, namespace=namespace, repair=repair)
+        if folder is not None:
+            self._warm_up(folder)
         self.last_answer: Answer | None = None
         # a runtime nobody holds any more gives back thread, pages and model
         self._finalizer = weakref.finalize(
@@ -251,9 +269,9 @@ class Runtime:
             self._encode([self._parts.chunker.chunk(record) for record in records], evict=False)
         return ids
 
-    def _encode(self, chunks: Sequence[Chunk], *, evict: bool, pin: bool = False) -> int:
+    def _encode(self, chunks: Sequence[Chunk], *, evict: bool, pin: bool = False, ttl: float | None = None) -> int:
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        job = self._engine.encode(chunks, evict=evict, pin=pin, on_progress=done.put)
+        job = self._engine.encode(chunks, evict=evict, pin=pin, ttl=ttl, on_progress=done.put)
         job.future.add_done_callback(lambda _: done.put(None))
         try:
             with tqdm(total=len(chunks), desc="encode", unit="chunk", disable=not self._progress) as bar:
@@ -353,37 +371,61 @@ class Runtime:
 
     # managing the cache
 
-    def explain(self, layout: PromptLayout) -> list[Explanation]:
-        """For every segment of a layout: would it be found, and where."""
+    @checked_keywords()
+    def explain(self, layout: PromptLayout, *, namespace: str | None = None) -> list[Explanation]:
+        """For every segment of a layout: would its KV be found, in which tier, and why (not).
+
+        Args:
+            namespace: whose request it would be; None: that of each chunk. Reasons look across namespaces, so they are
+                for whoever runs this process, not for its users.
+        """
         self._require_open()
         if not isinstance(layout, PromptLayout):
             raise ConfigError("explain takes a layout: rt.explain(rt.layout(question, ids))")
-        segments = layout.segments
-        resident = self._engine.call(lambda: [s.chunk_id in self._parts.engine.cache for s in segments]).result()
-        return [self._explain(s.chunk_id, s.offset, here) for s, here in zip(segments, resident, strict=True)]
+        space = None if namespace is None else known_namespace(namespace)
+        return self._engine.call(lambda: explain_layout(self._parts, layout, space)).result()
 
-    def _explain(self, chunk_id: ChunkId, offset: int, resident: bool) -> Explanation:
-        if resident:
-            return Explanation(chunk_id, offset, True, "in memory")
-        if self._parts.records is not None and self._parts.records.path(chunk_id).exists():
-            return Explanation(chunk_id, offset, True, "on disk")
-        return Explanation(chunk_id, offset, False, "not computed yet, or evicted")
-
-    def prefetch(self, ids: Iterable[str]) -> int:
+    @checked_keywords()
+    def prefetch(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
         """Bring chunks into memory, evicting others; returns how many of them are there at the end."""
-        chunks = [self.chunk(i) for i in _listed(ids, "ids")]
+        chunks = self._chunks(ids, namespace)
         self._encode(chunks, evict=True)
         return sum(self._engine.call(lambda: [c.id in self._engine.cache for c in chunks]).result())
 
-    def pin(self, ids: Iterable[str]) -> None:
-        """Bring chunks into memory and keep them there. Raises CacheFullError, and then pins none of them."""
-        chunks = {c.id: c for c in map(self.chunk, _listed(ids, "ids"))}
-        self._encode(list(chunks.values()), evict=True, pin=True)
+    @checked_keywords()
+    def pin(self, ids: Iterable[str], *, ttl: float | None = None, namespace: str | None = None) -> None:
+        """Bring chunks into memory and keep them there, for `ttl` seconds or until `unpin`. Raises CacheFullError, and
+        then pins none of them."""
+        seconds = known_ttl(ttl)
+        self._encode(self._chunks(ids, namespace), evict=True, pin=True, ttl=seconds)
 
-    def unpin(self, ids: Iterable[str]) -> None:
+    @checked_keywords()
+    def unpin(self, ids: Iterable[str], *, namespace: str | None = None) -> None:
         """Let chunks be evicted again."""
-        chunks = [self.chunk(i).id for i in _listed(ids, "ids")]
+        chunks = [c.id for c in self._chunks(ids, namespace)]
         self._engine.call(lambda: self._engine.cache.unpin(chunks)).result()
+
+    @checked_keywords()
+    def warm(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
+        """Set a namespace's warm list: `prefetch` these chunks now, and in the background whenever a runtime opens this
+        store. An empty list ends it. Raises ConfigError without a store."""
+        chunks, space = self._chunks(ids, namespace), self._preparer.space(namespace)
+        if self._store is None:
+            raise ConfigError("a warm list is kept in a store, and this runtime has none: use prefetch")
+        wanted: list[str] = [chunk.id for chunk in chunks]
+        lists = {**read_warm(self._store.folder), space: wanted}
+        write_warm(self._store.folder, {name: listed for name, listed in lists.items() if listed})
+        return self.prefetch(wanted, namespace=namespace)
+
+    def _warm_up(self, folder: Path) -> None:
+        """Start loading the warm list; chunks deleted meanwhile are passed over, and nothing is evicted for it."""
+        records = self._retriever.records([i for ids in read_warm(folder).values() for i in ids])
+        if records:
+            self._engine.encode([self._parts.chunker.chunk(record) for record in records.values()], evict=False)
+
+    def _chunks(self, ids: Iterable[str], namespace: str | None) -> list[Chunk]:
+        """Without repetitions. Raises UnknownChunkError."""
+        return list({c.id: c for c in (self.chunk(i, namespace=namespace) for i in _listed(ids, "ids"))}.values())
 
     @checked_keywords()
     def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> None:
@@ -399,12 +441,13 @@ class Runtime:
         gone = [ChunkId(i) for i in chunk_ids]
         self._engine.call(lambda: self._engine.residency.discard(gone)).result()
 
-    def chunk(self, chunk_id: str) -> Chunk:
-        """An added chunk, for building layouts by hand. Raises UnknownChunkError."""
+    @checked_keywords()
+    def chunk(self, chunk_id: str, *, namespace: str | None = None) -> Chunk:
+        """An added chunk, for building layouts by hand. Raises UnknownChunkError, also for one of another namespace."""
         self._require_open()
         if not isinstance(chunk_id, str):
             raise UnknownChunkError(f"{chunk_id!r} is no chunk id")
-        return self._parts.chunker.chunk(self._retriever.chunk(chunk_id))
+        return self._parts.chunker.chunk(known_chunk(self._retriever, chunk_id, self._preparer.space(namespace)))
 
     @property
     def prefix(self) -> Chunk | None:

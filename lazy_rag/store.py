@@ -17,10 +17,12 @@ import json
 import logging
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -32,6 +34,11 @@ from lazy_rag.keys import SCHEMA_VERSION, ChunkId, checksum, tensor_bytes
 from lazy_rag.layout import Chunk
 
 _log = logging.getLogger(__name__)
+_REMEMBERED = 1024  # quarantined records known by name
+
+
+class _BadRecord(Exception):
+    """The bytes of a record are not what its name and header promise."""
 
 
 @dataclass(frozen=True)
@@ -129,25 +136,45 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         raise StoreError(f"cannot write {str(path)!r}: {error}") from error
 
 
+class Loaded(NamedTuple):
+    """A verified record: whole pages [pages, elements] on the host, and the seconds since they were computed."""
+
+    pages: Tensor
+    age: float
+
+
 class KVRecords:
     """Chunk records under `folder/kv`.
 
     Args:
         layout: `PageLayout.describe()` with the dtype; a record of another layout is not served.
         space: `KeySpace.id`; a record made from another model, prefix and so on is not served.
+        ttl: seconds after its computation at which a record is deleted instead of served; None: never.
+        clock: the time of day in seconds, which may jump: a record from the future counts as expired.
     """
 
-    def __init__(self, folder: Path, layout: str, space: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layout: str,
+        space: str = "",
+        *,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.folder = folder
         self._layout = layout
         self._space = space
-        self.quarantined: list[ChunkId] = []
+        self._ttl = ttl
+        self._clock = clock
+        self.quarantined: list[ChunkId] = []  # the latest of them
 
     def path(self, chunk_id: ChunkId) -> Path:
         return self.folder / "kv" / chunk_id[:2] / f"{chunk_id}.safetensors"
 
-    def save(self, chunk: Chunk, pages: Tensor) -> None:
-        """Write a chunk's whole pages [pages, elements]; does nothing when a record exists (content is its name)."""
+    def save(self, chunk: Chunk, pages: Tensor, age: float = 0.0) -> None:
+        """Write a chunk's whole pages [pages, elements], computed `age` seconds ago; does nothing when a record exists
+        (content is its name)."""
         path = self.path(chunk.id)
         if os.path.isfile(path):
             return
@@ -158,49 +185,51 @@ class KVRecords:
             "layout": self._layout,
             "space": self._space,
             "base": str(chunk.base),
-            "checksum": _checksum(pages, tokens),
+            "created": repr(self._clock() - age),
         }
+        header["checksum"] = _checksum(pages, tokens, header["created"])
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomically(path, save({"pages": pages.contiguous(), "token_ids": tokens}, header))
         except OSError as error:
             raise StoreError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
-    def load(self, chunk: Chunk) -> Tensor | None:
-        """The chunk's pages, verified; None when there is no record or it is bad (then it is quarantined).
+    def load(self, chunk: Chunk) -> Loaded | None:
+        """The chunk's pages, verified; None when there is no record, it expired or it is bad (then it is quarantined).
 
         Never raises: a record that cannot be read is computed again.
         """
         path = self.path(chunk.id)
         try:
-            pages, problem = self._read(path, chunk)
+            record = self._read(path, chunk)
+            if self._is_expired(record.age):
+                path.unlink(missing_ok=True)
+                return None
         except (FileNotFoundError, NotADirectoryError):
             return None  # there is none, or it was deleted just now
         except Exception as error:  # noqa: BLE001  damaged bytes fail in many ways
-            if not os.path.lexists(path):
-                return None
-            pages, problem = None, f"{type(error).__name__}: {error}"
-        if problem is not None:
-            self._quarantine(path, chunk.id, problem)
+            if os.path.lexists(path):
+                self._quarantine(path, chunk.id, str(error) if isinstance(error, _BadRecord) else repr(error))
             return None
-        return pages
+        return record
 
-    def _read(self, path: Path, chunk: Chunk) -> tuple[Tensor | None, str | None]:
+    def _read(self, path: Path, chunk: Chunk) -> Loaded:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             pages, tokens = file.get_tensor("pages"), file.get_tensor("token_ids")
         for name, value in (("key", chunk.id), ("layout", self._layout), ("space", self._space)):
             if header.get(name) != value:
-                return None, f"{name} differs"
+                raise _BadRecord(f"{name} differs")
         if header.get("base") != str(chunk.base) or tuple(tokens.tolist()) != chunk.token_ids:
-            return None, "token ids or base differ"
-        if header.get("checksum") != _checksum(pages, tokens):
-            return None, "checksum differs"
-        return pages, None
+            raise _BadRecord("token ids or base differ")
+        if header.get("checksum") != _checksum(pages, tokens, header.get("created", "")):
+            raise _BadRecord("checksum differs")
+        return Loaded(pages, self._clock() - float(header["created"]))
 
     def _quarantine(self, path: Path, chunk_id: ChunkId, problem: str) -> None:
         _log.warning("record %s is bad (%s); it is set aside and the chunk will be computed again", chunk_id, problem)
         self.quarantined.append(chunk_id)
+        del self.quarantined[:-_REMEMBERED]
         target = self.folder / "quarantine"
         try:
             target.mkdir(mode=0o700, exist_ok=True)
@@ -211,6 +240,24 @@ class KVRecords:
                 path.unlink(missing_ok=True)
             except OSError as final:
                 _log.warning("record %s could not be deleted: %s", chunk_id, final)
+
+    def _is_expired(self, age: float) -> bool:
+        return self._ttl is not None and not 0 <= age < self._ttl
+
+    def state(self, chunk_id: ChunkId) -> str | None:
+        """ "there", "expired" or "quarantined", by the look of it; None without a record."""
+        path = self.path(chunk_id)
+        if path.exists():
+            if self._ttl is None:
+                return "there"
+            try:
+                with safe_open(path, "pt") as file:
+                    age = self._clock() - float((file.metadata() or {})["created"])
+            except Exception:  # noqa: BLE001  `load` will say what is wrong with it
+                return "there"
+            return "expired" if self._is_expired(age) else "there"
+        set_aside = self.folder / "quarantine" / path.name
+        return "quarantined" if chunk_id in self.quarantined or set_aside.exists() else None
 
     def delete(self, chunk_id: ChunkId) -> None:
         for path in (self.path(chunk_id), self.folder / "quarantine" / f"{chunk_id}.safetensors"):
@@ -225,6 +272,6 @@ class KVRecords:
         return sorted(ChunkId(path.stem) for path in (self.folder / "kv").glob("*/*.safetensors"))
 
 
-def _checksum(pages: Tensor, tokens: Tensor) -> str:
-    form = f"{checksum(tensor_bytes(pages))} {tuple(pages.shape)} {pages.dtype} "
+def _checksum(pages: Tensor, tokens: Tensor, created: str) -> str:
+    form = f"{checksum(tensor_bytes(pages))} {tuple(pages.shape)} {pages.dtype} {created} "
     return checksum(form.encode() + bytes(tensor_bytes(tokens)))

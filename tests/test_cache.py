@@ -184,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def take(self, count: int) -> None:
-        before = {entry.chunk.id for entry in self.cache if entry.pinned or entry.leases}
+        before = {entry.chunk.id for entry in self.cache if self.cache.is_pinned(entry) or entry.leases}
         pages = self.cache.allocate(count)
         assert before <= {entry.chunk.id for entry in self.cache}
         if pages is not None:

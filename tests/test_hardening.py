@@ -346,7 +346,7 @@ def rewritten(path: Path, **changes: Any) -> None:
 def test_a_record_round_trips_and_an_absent_one_is_none(tmp_path: Path) -> None:
     records = saved(tmp_path)
     loaded = records.load(SMALL)
-    assert loaded is not None and torch.equal(loaded, PAGES)
+    assert loaded is not None and torch.equal(loaded.pages, PAGES)
     assert records.load(Chunk(ChunkId("cd" * 20), (1,), 0)) is None
     assert records.quarantined == []
 
