@@ -25,7 +25,7 @@ from lazy_rag.model import LanguageModel
 from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.pool import PageLayout, PagePool
 from lazy_rag.prompt import ChatFormat
-from lazy_rag.store import KVRecords
+from lazy_rag.records import KVRecords
 from lazy_rag.tokens import TextTokenizer
 
 _HOST_CACHE_BYTES = 4 << 30  # most memory taken for pages on a machine without a GPU unless asked for

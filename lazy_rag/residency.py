@@ -16,14 +16,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lazy_rag.cache import CachedChunk, ChunkCache, require_same
+from lazy_rag.cache import REMEMBERED, CachedChunk, ChunkCache, require_same
 from lazy_rag.errors import CacheFullError, LazyRAGError
 from lazy_rag.futures import as_lazy_error, set_exception, set_result
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.plan import PlacedSegment, Sequence
+from lazy_rag.records import Loaded
 from lazy_rag.requests import Counters, EncodeJob, Encoding, Request
-from lazy_rag.store import Loaded
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Records(Protocol):
 
     def save(self, chunk: Chunk, pages: Tensor, age: float = 0.0) -> None: ...
 
-    def delete(self, chunk_id: ChunkId) -> None: ...
+    def delete(self, chunk_ids: Iterable[ChunkId]) -> None: ...
 
 
 class Residency:
@@ -59,7 +59,7 @@ class Residency:
     ) -> None:
         self.encodings: dict[ChunkId, Encoding] = {}
         self.jobs: deque[EncodeJob] = deque()
-        self._deleted: set[ChunkId] = set()
+        self._deleted: dict[ChunkId, None] = {}  # the latest
         self._cache = cache
         self._pool = cache.pool
         self._records = records
@@ -150,15 +150,19 @@ class Residency:
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Drop chunks from memory and disk. Until `welcome`, none of them is published or written again, whatever
         request or layout still names it."""
-        for chunk_id in chunk_ids:
-            self._deleted.add(chunk_id)
-            if self._records is not None:
-                self._records.delete(chunk_id)
+        gone = list(chunk_ids)
+        for chunk_id in gone:
+            self._deleted[chunk_id] = None
             self._cache.discard(chunk_id)
+        while len(self._deleted) > REMEMBERED:
+            del self._deleted[next(iter(self._deleted))]
+        if self._records is not None and gone:
+            self._records.delete(gone)
 
     def welcome(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Chunks that were added (again) may be kept."""
-        self._deleted.difference_update(chunk_ids)
+        for chunk_id in chunk_ids:
+            self._deleted.pop(chunk_id, None)
 
     def write_record(self, chunk: Chunk, records: Records) -> None:
         """Keep a chunk's pages outside the pool, if it is resident. Here, so that no deletion can come in between."""

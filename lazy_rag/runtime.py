@@ -40,12 +40,11 @@ from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import (
     OpenStore,
     check_store,
+    keeper,
     load_arguments,
     make_manifest,
-    read_warm,
     same_folder,
     write_store,
-    write_warm,
 )
 from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions, known_chunk, known_namespace
@@ -53,6 +52,7 @@ from lazy_rag.prompt import Message
 from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.stats import Stats
+from lazy_rag.store import read_warm, write_warm
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
 
@@ -176,6 +176,9 @@ class Runtime:
             self.embeddings = None if embedder is None else Embedder.load(embedder, str(settings.device))
             self._retriever = Retriever(self.embeddings, folder, self._parts.keys.id)
             undo.callback(self._retriever.close)
+            if self._parts.records is not None:
+                self._parts.records.keep = keeper(self._parts, self._retriever)
+                self._parts.records.sweep()
             if self._store is not None:
                 self._store.write_manifest(self._manifest)
             self._engine = self._parts.engine
@@ -488,7 +491,7 @@ class Runtime:
         if place is None:
             raise ConfigError("save needs a folder: this runtime has no store")
         own = self._store is not None and same_folder(place, self._store.folder)
-        with nullcontext(self._store) if own else OpenStore(place) as target:
+        with nullcontext(self._store) if own else OpenStore(place, alone=True) as target:
             assert target is not None
             target.require(self._parts.keys.id)
             write_store(target, self._manifest, self._parts, self._retriever, progress=self._progress)
