@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import torch
 from lazy_rag_kernels import IMPLS, KernelError, require
 
+from lazy_rag.arena import HostArena
 from lazy_rag.assembly import Assembler
-from lazy_rag.cache import CachedChunk, ChunkCache
+from lazy_rag.cache import ChunkCache
 from lazy_rag.catalog import check_namespace
 from lazy_rag.chunking import Chunker
 from lazy_rag.engine import Engine
@@ -26,7 +26,9 @@ from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.pool import PageLayout, PagePool
 from lazy_rag.prompt import ChatFormat
 from lazy_rag.records import KVRecords
+from lazy_rag.tiers import Tiers
 from lazy_rag.tokens import TextTokenizer
+from lazy_rag.transfers import Transfers
 
 _HOST_CACHE_BYTES = 4 << 30  # most memory taken for pages on a machine without a GPU unless asked for
 
@@ -42,6 +44,7 @@ class Settings:
     namespace: str
     max_context: int | None
     cache_bytes: int | None
+    host_bytes: int | None
     encode_tokens: int
     page_size: int
     impl: str
@@ -68,9 +71,9 @@ class Settings:
         kind = default if dtype is None else getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
         if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ConfigError(f"dtype={dtype!r} is not a floating-point type: use float16, bfloat16 or float32")
-        for name in ("encode_tokens", "page_size", "max_context", "cache_bytes", "max_queue"):
+        for name in ("encode_tokens", "page_size", "max_context", "cache_bytes", "host_bytes", "max_queue"):
             value = rest[name]
-            optional = name in ("max_context", "cache_bytes", "max_queue")
+            optional = name in ("max_context", "cache_bytes", "host_bytes", "max_queue")
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -78,6 +81,11 @@ class Settings:
         for name in ("prefix", "separator", "namespace"):
             if not isinstance(rest[name], str):
                 raise ConfigError(f"{name}={rest[name]!r} must be a string")
+        if rest["host_bytes"] is not None and not on_gpu:
+            raise ConfigError(
+                "host_bytes is the tier below a GPU's memory; on this device the pages lie in host memory already: "
+                "raise cache_bytes instead, and give a store for a tier on disk"
+            )
         rest["ttl"] = known_ttl(rest["ttl"])
         rest["quotas"] = _known_quotas(rest["quotas"])
         if not isinstance(rest["compile"], bool):
@@ -166,8 +174,14 @@ def _build(
         raise ConfigError(f"cache_bytes: a budget of {count} pages cannot be had from this machine: {error}") from error
     if settings.compile:
         model.compile()
-    spill = None if records is None else _spill(pool, records)
-    cache = ChunkCache(pool, make_policy(policy), spill, quotas=_page_quotas(settings, pool), ttl=settings.ttl)
+    cache = ChunkCache(pool, make_policy(policy), quotas=_page_quotas(settings, pool), ttl=settings.ttl)
+    transfers = Transfers(pool)
+    arena = None
+    if settings.host_bytes is not None:
+        arena = HostArena(pool, settings.host_bytes // pool.page_bytes, transfers)
+    tiers = Tiers(pool, cache.rates, transfers, records=records, arena=arena, clock=lambda: cache.clock())
+    if tiers.exist:
+        cache.on_evict = tiers.keep
     engine = Engine(
         model,
         cache,
@@ -176,7 +190,7 @@ def _build(
         impl=settings.impl,
         decode=tokens.decode,
         end_ids=tokens.eos_ids(model.model.generation_config),
-        records=records,
+        tiers=tiers,
         max_queue=settings.max_queue,
     )
     base = len(prefix_ids)
@@ -261,10 +275,3 @@ def _page_quotas(settings: Settings, pool: PagePool) -> dict[str, int]:
                 f"{pool.page_bytes}: raise it"
             )
     return quotas
-
-
-def _spill(pool: PagePool, records: KVRecords) -> Callable[[CachedChunk], None]:
-    def spill(entry: CachedChunk) -> None:
-        records.save(entry.chunk, pool.read(entry.pages), time.monotonic() - entry.born)
-
-    return spill

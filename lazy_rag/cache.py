@@ -78,7 +78,7 @@ class ChunkCache:
         self.clock = clock
         self.ttl = ttl
         self._policy = policy
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         self._due = math.inf  # nothing expires before
         self._quotas = dict(quotas or {})
         self._held: Counter[str] = Counter()  # pages by namespace
@@ -162,6 +162,7 @@ class ChunkCache:
         """Forget a chunk, pinned or not. Pages that a running request reads are freed with its last lease."""
         entry = self._published.get(chunk_id)
         if entry is None:
+            self._remember(chunk_id, reason)
             return False
         self._unlist(entry, reason)
         if entry.leases:
@@ -272,10 +273,10 @@ class ChunkCache:
 
     def _rescue(self, entry: CachedChunk) -> None:
         """Offer an entry to `on_evict`; a full disk costs its KV, never the request that needs the room."""
-        if self._on_evict is None:
+        if self.on_evict is None:
             return
         try:
-            self._on_evict(entry)
+            self.on_evict(entry)
         except Exception:  # noqa: BLE001
             _log.exception("the KV of chunk %s could not be kept; it will be computed again", entry.chunk.id)
 
@@ -283,6 +284,9 @@ class ChunkCache:
         chunk_id = entry.chunk.id
         del self._published[chunk_id]
         self._policy.removed(chunk_id, evicted=reason == "evicted")
+        self._remember(chunk_id, reason)
+
+    def _remember(self, chunk_id: ChunkId, reason: str) -> None:
         self._gone[chunk_id] = reason
         self._gone.move_to_end(chunk_id)
         if len(self._gone) > REMEMBERED:

@@ -32,8 +32,9 @@ from lazy_rag.layout import Chunk, PromptLayout, Segment
 from lazy_rag.model import LanguageModel
 from lazy_rag.plan import Part, PlacedSegment, Sequence
 from lazy_rag.requests import Answer, ChunkUse, Completion, Counters, EncodeJob, Encoding, Flight, Request, Ticket
-from lazy_rag.residency import Records, Residency
+from lazy_rag.residency import Residency
 from lazy_rag.sampling import Sampler, SamplingParams, TextStream
+from lazy_rag.tiers import Tiers
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -59,14 +60,16 @@ class Engine:
         impl: str,
         decode: Callable[[list[int]], str],
         end_ids: frozenset[int],
-        records: Records | None = None,
+        tiers: Tiers,
         max_queue: int | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.pool = cache.pool
         self.counters = Counters()
-        self.residency = Residency(cache, records, prefix=prefix, encode_tokens=encode_tokens, counters=self.counters)
+        self.residency = Residency(cache, tiers, prefix=prefix, encode_tokens=encode_tokens, counters=self.counters)
+        self.residency.fail_encoding = lambda encoding, error: self._fail_sequence(None, encoding, error)
+        tiers.post = self._put
         self._prefix = prefix
         self._encode_tokens = encode_tokens
         self._impl = impl
@@ -80,6 +83,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._idle = False  # nothing to do until a command comes: chunks are being loaded
         self._closing = False
         self._lock = threading.Lock()  # orders `close` against submissions: nothing enters the queue after its end
         self._thread = threading.Thread(target=self._run, name="lazy-rag-engine", daemon=True)
@@ -128,6 +132,18 @@ class Engine:
         self._put(lambda: self.residency.jobs.append(job))
         return job
 
+    def promote(self, chunks: list[Chunk]) -> None:
+        """Start to load what a lower tier has of these chunks, ahead of the request that will ask for them."""
+        if self.residency.tiers.exist:
+            # requests that wait for pages come first
+            self._put(lambda: None if self._waiting else self._promote(chunks))
+
+    def _promote(self, chunks: list[Chunk]) -> None:
+        try:
+            self.residency.promote(chunks)
+        except Exception:  # noqa: BLE001  the request itself will meet it, and say so
+            _log.exception("promoting chunks failed")
+
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between steps, on the engine thread."""
         future: Future[T] = Future()
@@ -143,8 +159,10 @@ class Engine:
             if not self._closing:
                 self._closing = True
                 self._commands.put(None)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is not self._thread:
+            if self._thread.is_alive():
+                self._thread.join()
+            self.residency.tiers.close()
 
     def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -162,6 +180,7 @@ class Engine:
                 self._admit()
                 self.residency.feed_jobs(bool(self._running))
                 parts = self._select()
+                self._idle = not parts and self._flight is None and self.residency.only_waits
                 flight = self._launch(parts) if parts else None
                 # on a GPU the step before is read while the new one runs
                 self._land()
@@ -179,6 +198,7 @@ class Engine:
     def _take_commands(self) -> bool:
         """Run queued commands; sleeps when there is nothing else to do. False at the end."""
         busy = bool(self._flight or self._running or self.residency.encodings or self.residency.jobs or self._waiting)
+        busy = busy and not self._idle
         while True:
             try:
                 command = self._commands.get(block=not busy)
@@ -394,12 +414,7 @@ class Engine:
         request.times.queue = now - request.submitted
         request.encoded_at = now
         self._running.append(request)
-        counters = self.counters
-        counters.requests += 1
-        counters.chunk_hits += sum(use.hit for use in uses)
-        counters.chunk_misses += sum(not use.hit for use in uses)
-        counters.tokens_reused += sum(use.length for use in uses if use.hit)
-        counters.tokens_live += layout.live_tokens
+        self.counters.admitted(uses, layout.live_tokens)
 
     def _place(self, segment: Segment, entry: CachedChunk) -> PlacedSegment:
         size = self.pool.page_size
@@ -522,4 +537,4 @@ class Engine:
     def check(self) -> list[str]:
         """Cache invariants, with the private pages of running requests (engine thread; use through `call`)."""
         private = [page for request in self._running for page in request.pages]
-        return self.cache.check(private)
+        return [*self.cache.check(private), *self.residency.tiers.check()]

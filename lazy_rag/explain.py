@@ -48,10 +48,13 @@ def _look(parts: Parts, layout: PromptLayout, chunk: Chunk, namespace: str | Non
     if cache.lookup(chunk) is not None:
         return residency.pool_tier, "in memory"
     if chunk.id in residency.encodings:
-        return None, "being computed"
+        source = residency.encodings[chunk.id].source
+        return (None, "being computed") if source == "encoded" else (source, "being loaded")
+    tier = residency.tiers.where(chunk)
     state = None if records is None else records.state(chunk.id)
-    if state == "there":
-        return "disk", "computing is faster" if cache.rates.slower("disk") else "on disk"
+    if tier is not None and (tier, state) != ("disk", "expired"):
+        there = "in memory" if tier == "host" else "on disk"
+        return tier, "computing is faster" if cache.rates.slower(tier) else there
     if state is not None:
         return None, state
     gone = cache.why_gone(chunk.id)

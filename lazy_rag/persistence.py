@@ -119,17 +119,22 @@ def load_arguments(directory: str | Path, model: Any, options: dict[str, Any]) -
 def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: Retriever, *, progress: bool) -> None:
     """Write catalog, index and the KV of every resident chunk a document holds; drop records of chunks no longer held.
 
-    Each record is written between two steps of the engine, so that no deletion can come between reading and writing.
+    The engine only copies pages; what is deleted while they are written gets no name (`KVRecords.keep`), or, in a copy
+    of the store, is dropped at the end.
     """
     engine, own = parts.engine, parts.records
     if own is not None and own.folder != target.folder:
         own = None
     records = own or KVRecords(target.folder, parts.layout, parts.keys.id)
     retriever.save(target.folder)
-    resident = engine.call(lambda: [entry.chunk for entry in engine.cache]).result()
+    resident = engine.call(engine.residency.in_memory).result()
+    engine.residency.tiers.flush()
     held = _held(parts, retriever)
     for chunk in tqdm([c for c in resident if c.id in held], desc="save", unit="chunk", disable=not progress):
-        engine.call(lambda chunk=chunk: engine.residency.write_record(chunk, records)).result()  # type: ignore[misc]
+        if not records.path(chunk.id).is_file():
+            copy = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
+            if copy is not None:
+                records.save(chunk, *copy)
     # evicted chunks of this runtime's own store belong to a copy too
     if parts.records is not None and own is None:
         for chunk in _chunks(parts, retriever, held):

@@ -55,6 +55,12 @@ class Rates:
         """Seconds to load a token from a tier; None before the first one."""
         return self._load[tier].value
 
+    @property
+    def measured(self) -> dict[str, float]:
+        """Seconds per token of everything that was done at least once: "encode", "host", "disk"."""
+        rates = {"encode": self._encode.value, **{tier: rate.value for tier, rate in self._load.items()}}
+        return {name: value for name, value in rates.items() if value is not None}
+
     def loaded(self, tier: str, tokens: int, seconds: float) -> None:
         self._load[tier].add(tokens, seconds)
 

@@ -71,6 +71,7 @@ class Runtime:
         separator: stored at the end of every chunk.
         cache_bytes: the page budget. Default: 80 % of a GPU's free memory; without one a quarter of the machine's
             memory, at most 4 GiB.
+        host_bytes: with a GPU: pinned host memory for chunks that leave the GPU. None: no such tier.
         store: folder in which index, metadata and KV live and survive.
         policy: "lru", "lfu", "cost" (recompute seconds × uses / bytes), or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
@@ -106,6 +107,7 @@ class Runtime:
         prefix: str = "shared",
         separator: str = "\n\n",
         cache_bytes: int | None = None,
+        host_bytes: int | None = None,
         store: str | Path | None = None,
         policy: str | EvictionPolicy = "lru",
         namespace: str = "",
@@ -135,6 +137,7 @@ class Runtime:
             namespace=namespace,
             max_context=max_context,
             cache_bytes=cache_bytes,
+            host_bytes=host_bytes,
             encode_tokens=encode_tokens,
             page_size=page_size,
             max_queue=max_queue,
@@ -463,14 +466,18 @@ class Runtime:
         self._require_open()
         engine = self._engine
 
-        def read() -> dict[str, int]:
-            cache, pool = engine.cache, engine.pool
+        def read() -> dict[str, Any]:
+            cache, pool, arena = engine.cache, engine.pool, engine.residency.tiers.arena
             return {
                 "chunks_resident": len(cache),
                 "pages": pool.num_pages,
                 "pages_free": pool.num_free,
                 "page_bytes": pool.page_bytes,
+                "chunks_host": 0 if arena is None else len(arena),
+                "host_pages": 0 if arena is None else arena.num_pages,
+                "host_pages_free": 0 if arena is None else arena.num_free,
                 "evictions": cache.evictions,
+                "seconds_per_token": cache.rates.measured,
                 **asdict(engine.counters),
             }
 

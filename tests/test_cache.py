@@ -101,7 +101,7 @@ def test_least_recently_used_goes_first_and_pinned_or_leased_stay() -> None:
     cache.used(a)  # after b and c
     c_lease = cache.lease(c)
     evicted = []
-    cache._on_evict = lambda entry: evicted.append(entry.chunk.id)
+    cache.on_evict = lambda entry: evicted.append(entry.chunk.id)
     assert cache.allocate(2) is not None
     assert evicted == [b.chunk.id]
     cache.pin([a.chunk.id])
