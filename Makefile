@@ -14,8 +14,11 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready-test
 	$(bin)/python -m pytest
 
+# what takes too long for every run: ten thousand requests, and processes killed while they write a store
 stress: $(VENV)/.ready-test
 	$(bin)/python -m pytest -m stress -s
+	$(bin)/python -m tests.crashes records 200 1
+	$(bin)/python -m tests.crashes runtime 20 1
 
 lint: $(VENV)/.ready-test
 	$(bin)/ruff check .

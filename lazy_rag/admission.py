@@ -71,6 +71,7 @@ class Admission:
             chunks.add(self._prefix.id)
         needed = self._pool.pages_for(self._most_tokens(request))
         needed += sum(self._pool.pages_for(len(request.layout.chunks[i])) for i in chunks)
+        self._cache.require_quota(request.layout.chunks[i] for i in chunks)
         available = self._pool.num_pages - self._cache.pages_beyond(chunks)
         if needed > available:
             raise CacheFullError(
@@ -104,7 +105,7 @@ class Admission:
         self._take_live(request)
         sizes = [self._pool.pages_for(len(chunk)) for chunk in missing]
         own = self._pages_at_first(request) - len(request.live)
-        pages = self._cache.allocate(own + sum(sizes))
+        pages = self._cache.allocate(own + sum(sizes), missing)
         if pages is None:
             self.release(request)
             return False
@@ -170,13 +171,8 @@ class Admission:
         request.stream = TextStream(self._decode, request.sampling.stop_strings)
         request.times.queue = now - request.submitted
         request.history = request.sequence.computed
-        counters = self._counters
-        counters.requests += 1
-        counters.chunk_hits += sum(use.hit for use in uses)
-        counters.chunk_misses += sum(not use.hit for use in uses)
-        counters.tokens_reused += sum(use.length for use in uses if use.hit)
-        counters.tokens_live += layout.live_tokens - request.history
-        counters.tokens_history += request.history
+        self._counters.admitted(uses, layout.live_tokens - request.history)
+        self._counters.tokens_history += request.history
 
     def _uses(self, request: Request, tiers: dict[ChunkId, str]) -> tuple[ChunkUse, ...]:
         # a repeated chunk is computed or loaded once: further uses find it in the pool
@@ -258,7 +254,7 @@ class Admission:
 
     def fits_without(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether a waiting request would fit if these running ones gave way."""
-        kept = {page for entry in self._cache if entry.pinned for page in entry.pages}
+        kept = {page for entry in self._cache if self._cache.is_pinned(entry) for page in entry.pages}
         for encoding in self._residency.encodings.values():
             kept.update(encoding.entry.pages)
         for running in self.running:

@@ -26,12 +26,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Whether a segment's KV would be found if the layout ran now, and why."""
+    """Whether a segment's KV would be found if the layout ran now, and why (the reasons: `lazy_rag/explain.py`).
+
+    `tier`: "gpu", "host" or "disk", where it lies; None where it does not.
+    """
 
     chunk_id: ChunkId
     offset: int
     hit: bool
     reason: str
+    tier: str | None = None
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,10 @@ from lazy_rag.layout import Chunk, PromptLayout
 from lazy_rag.model import LanguageModel
 from lazy_rag.plan import Part
 from lazy_rag.requests import Answer, Completion, Counters, EncodeJob, Encoding, Flight, Request, Ticket
-from lazy_rag.residency import Records, Residency
+from lazy_rag.residency import Residency
 from lazy_rag.sampling import SamplingParams
 from lazy_rag.scheduler import compose, gives_way
+from lazy_rag.tiers import Tiers
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Engine:
         impl: str,
         decode: Callable[[list[int]], str],
         end_ids: frozenset[int],
-        records: Records | None = None,
+        tiers: Tiers,
         max_queue: int | None = None,
         constraint: Callable[[SamplingParams], Constraint | None] = lambda _: None,
     ) -> None:
@@ -73,7 +74,9 @@ class Engine:
         self.cache = cache
         self.pool = cache.pool
         self.counters = Counters()
-        self.residency = Residency(cache, records, prefix=prefix, encode_tokens=encode_tokens, counters=self.counters)
+        self.residency = Residency(cache, tiers, prefix=prefix, encode_tokens=encode_tokens, counters=self.counters)
+        self.residency.fail_encoding = lambda encoding, error: self._fail_sequence(None, encoding, error)
+        tiers.post = self._put
         self.admission = Admission(
             cache,
             self.residency,
@@ -96,6 +99,7 @@ class Engine:
         self._running = self.admission.running
         self._waiting = self.admission.waiting
         self._arrivals = itertools.count()
+        self._idle = False  # nothing to do until a command comes: chunks are being loaded
         self._closing = False
         self._lock = threading.Lock()  # orders `close` against submissions: nothing enters the queue after its end
         self._thread = threading.Thread(target=self._run, name="lazy-rag-engine", daemon=True)
@@ -157,13 +161,26 @@ class Engine:
         *,
         evict: bool,
         pin: bool = False,
+        ttl: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> EncodeJob:
         """Bring chunks into the cache; the job's future gives how many of them are resident at its end."""
         queued = deque(chunks)
-        job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued))
+        job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued), ttl)
         self._put(lambda: self.residency.jobs.append(job))
         return job
+
+    def promote(self, chunks: list[Chunk]) -> None:
+        """Start to load what a lower tier has of these chunks, ahead of the request that will ask for them."""
+        if self.residency.tiers.exist:
+            # requests that wait for pages come first
+            self._put(lambda: None if self._waiting else self._promote(chunks))
+
+    def _promote(self, chunks: list[Chunk]) -> None:
+        try:
+            self.residency.promote(chunks)
+        except Exception:  # noqa: BLE001  the request itself will meet it, and say so
+            _log.exception("promoting chunks failed")
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between steps, on the engine thread."""
@@ -180,8 +197,10 @@ class Engine:
             if not self._closing:
                 self._closing = True
                 self._commands.put(None)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is not self._thread:
+            if self._thread.is_alive():
+                self._thread.join()
+            self.residency.tiers.close()
 
     def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -200,6 +219,7 @@ class Engine:
                 self._admit()
                 self.residency.feed_jobs(bool(self._running))
                 parts = self._select()
+                self._idle = not parts and self._flight is None and self.residency.only_waits
                 flight = self._launch(parts) if parts else None
                 # on a GPU the step before is read while the new one runs
                 self._land()
@@ -218,15 +238,21 @@ class Engine:
     def _take_commands(self) -> bool:
         """Run queued commands; sleeps when there is nothing else to do. False at the end."""
         busy = bool(self._flight or self._running or self.residency.encodings or self.residency.jobs or self._waiting)
+        busy = busy and not self._idle
         while True:
             try:
-                command = self._commands.get(block=not busy)
+                command = self._commands.get(block=not busy, timeout=None if busy else self._patience())
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
             busy = True
+
+    def _patience(self) -> float | None:
+        """Seconds until the first deadline; None when there is none."""
+        first = min((request.expires for request in (*self._waiting, *self._running)), default=math.inf)
+        return None if first == math.inf else max(0.0, first - time.perf_counter())
 
     def _select(self) -> list[Part]:
         """The rows of the next step (`scheduler.compose`): of requests that decode, of prompts, of missing chunks."""
@@ -247,8 +273,10 @@ class Engine:
         requests = {id(r.sequence): r for r in self._running}
         encodings = {id(e.sequence): e for e in self.residency.encodings.values()}
         asked = [p for p in parts if id(p.sequence) in requests and p.rows == p.sequence.remaining]
+        encoded = sum(p.rows for p in parts if id(p.sequence) in encodings)
         try:
-            logits = self.executor.run(parts, [(p, requests[id(p.sequence)].place) for p in asked])
+            with self.cache.rates.computing(encoded, sum(p.rows for p in parts)):
+                logits = self.executor.run(parts, [(p, requests[id(p.sequence)].place) for p in asked])
         except Exception as error:  # noqa: BLE001  whatever the model raised
             _log.exception("a forward pass failed")
             if len(parts) > 1:
@@ -499,7 +527,7 @@ class Engine:
 
     def check(self) -> list[str]:
         """Cache invariants, with the private pages of running requests (engine thread; use through `call`)."""
-        return self.cache.check(self.admission.private_pages())
+        return [*self.cache.check(self.admission.private_pages()), *self.residency.tiers.check()]
 
 
 def samples_of(sampling: SamplingParams) -> list[SamplingParams]:

@@ -91,6 +91,14 @@ def known_namespace(namespace: str) -> str:
     return namespace
 
 
+def known_chunk(retriever: Retriever, chunk_id: str, namespace: str) -> ChunkRecord:
+    """A stored chunk. Raises UnknownChunkError, also for one of another namespace."""
+    record = retriever.chunk(chunk_id)
+    if record.namespace != namespace:
+        raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
+    return record
+
+
 class Preparer:
     """Checks requests of one runtime and lays out their prompts. Thread-safe: it holds no state of its own."""
 
@@ -123,6 +131,7 @@ class Preparer:
         found = time.perf_counter() - started
         space = self.space(options.get("namespace"))
         placed = [Placed(self._chunk(ChunkRecord(h.chunk_id, space, h.text, h.token_ids))) for h in hits]
+        self._parts.engine.promote([piece.chunk for piece in placed])  # loads while the prompt is laid out
         sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata) for h in hits]
         return replace(
             self._lay_out(question, placed, sources, rest), retrieve=found, searched_by=self._retriever.searched_by
@@ -260,9 +269,7 @@ class Preparer:
             if isinstance(part, Live):
                 pieces.append(part)
                 continue
-            record = self._retriever.chunk(part.chunk_id)
-            if record.namespace != namespace:
-                raise UnknownChunkError(f"no chunk {part.chunk_id!r} in namespace {namespace!r}")
+            record = known_chunk(self._retriever, part.chunk_id, namespace)
             placed = Placed(self._chunk(record), part.start, part.length)
             if placed.start >= len(placed.chunk) or placed.start + placed.tokens > len(placed.chunk):
                 raise ConfigError(f"{part} reaches beyond the chunk's {len(placed.chunk)} tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -154,10 +154,14 @@ class Request:
 
 @dataclass(eq=False)
 class Encoding:
-    """A missing chunk being computed once for everyone who waits for it."""
+    """A missing chunk on its way into memory, once for everyone who waits for it.
+
+    `source`: "encoded", or the tier it is being loaded from; then `sequence` is empty, and filled if that fails.
+    """
 
     entry: CachedChunk
     sequence: Sequence
+    source: str = "encoded"
     waiters: list[Request] = field(default_factory=list)
     jobs: list[EncodeJob] = field(default_factory=list)
 
@@ -172,7 +176,8 @@ class EncodeJob:
     """Chunks to bring into the cache with no prompt behind them.
 
     Without `evict` it stops when no page is free. With it, others make room, but never the job's own chunks: `leases`
-    keeps them until its end. With `pin` they stay pinned from then on, all of them, or the job fails.
+    keeps them until its end. With `pin` they stay pinned from then on, for `ttl` seconds or until they are unpinned;
+    all of them, or the job fails.
     """
 
     chunks: deque[Chunk]
@@ -181,6 +186,7 @@ class EncodeJob:
     on_progress: Callable[[int], None] | None
     pin: bool = False
     chunk_ids: tuple[ChunkId, ...] = ()
+    ttl: float | None = None
     leases: list[CachedChunk] = field(default_factory=list)
     in_flight: int = 0
     resident: int = 0
@@ -206,15 +212,45 @@ class Flight:
 
 @dataclass
 class Counters:
-    """Totals since the engine started."""
+    """Totals since the engine started. `hits` and `hit_tokens`: by the tier the KV was found in."""
 
     requests: int = 0
     chunk_hits: int = 0
     chunk_misses: int = 0
     tokens_reused: int = 0
+    tokens_missed: int = 0
     tokens_encoded: int = 0
     tokens_live: int = 0
     tokens_history: int = 0
     tokens_generated: int = 0
     preemptions: int = 0
     steps: int = 0
+    hits: dict[str, int] = field(default_factory=dict)
+    hit_tokens: dict[str, int] = field(default_factory=dict)
+
+    def admitted(self, uses: Iterable[ChunkUse], live_tokens: int) -> None:
+        self.requests += 1
+        self.tokens_live += live_tokens
+        for use in uses:
+            self._count(use, 1)
+
+    def missed(self, uses: Iterable[ChunkUse], chunk_id: ChunkId, tier: str) -> tuple[ChunkUse, ...]:
+        """A chunk that was counted as found in a tier was not to be had there: uses and totals say so now."""
+        corrected = []
+        for use in uses:
+            if use.chunk_id == chunk_id and use.tier == tier:
+                self._count(use, -1)
+                use = replace(use, tier="encoded")
+                self._count(use, 1)
+            corrected.append(use)
+        return tuple(corrected)
+
+    def _count(self, use: ChunkUse, by: int) -> None:
+        if use.hit:
+            self.chunk_hits += by
+            self.tokens_reused += by * use.length
+            self.hits[use.tier] = self.hits.get(use.tier, 0) + by
+            self.hit_tokens[use.tier] = self.hit_tokens.get(use.tier, 0) + by * use.length
+        else:
+            self.chunk_misses += by
+            self.tokens_missed += by * use.length

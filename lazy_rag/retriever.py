@@ -37,6 +37,7 @@ from lazy_rag.catalog import (
 )
 from lazy_rag.embedder import Embedder, Vectors, normalise_rows
 from lazy_rag.errors import EmptyCorpusError, RetrieverError, RuntimeClosedError, StoreError, UnknownChunkError
+from lazy_rag.locks import moment
 from lazy_rag.owner import OwnerThread
 
 __all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
@@ -565,8 +566,10 @@ class Retriever:
         self._sync()
         if self._directory is None or self._index is None:
             return
-        if force or self._catalog.index_record()[0] != self._index_state:
-            self._catalog.record_index(self._index_state, self._index.write(self._directory / INDEX_FILE))
+        # alone: another process must not put its file under this one's digest
+        with moment(self._directory / "index.lock", alone=True):
+            if force or self._catalog.index_record()[0] != self._index_state:
+                self._catalog.record_index(self._index_state, self._index.write(self._directory / INDEX_FILE))
 
     def _check(self, repair: bool) -> list[str]:
         self._sync()

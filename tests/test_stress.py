@@ -117,10 +117,10 @@ class Storm:
             self.runtime.delete([f"d{place[0]}"], namespace=place[1])
             self._add(place)
         elif action == 2:
-            self.runtime.prefetch([self.ids[place]])
+            self.runtime.prefetch([self.ids[place]], namespace=place[1])
         else:
-            self.runtime.pin([self.ids[place]])
-            self.runtime.unpin([self.ids[place]])
+            self.runtime.pin([self.ids[place]], namespace=place[1])
+            self.runtime.unpin([self.ids[place]], namespace=place[1])
 
     def submit(self) -> None:
         recipe = self.rng.choice(self.recipes)
