@@ -189,6 +189,8 @@ def _receipt_facts(receipt: Receipt, finish_reason: str) -> list[str]:
     live = f"{receipt.tokens_live} live"
     if receipt.tokens_repaired:
         live += f", {receipt.tokens_repaired} of them repaired"
+    if receipt.tokens_history:
+        live += f", {receipt.tokens_history} of earlier live text"
     generated = f"{_count(receipt.tokens_generated, 'token')} generated, finished: {finish_reason}"
     if receipt.tokens_generated > 1 and times.decode > 0:
         generated += f", {(receipt.tokens_generated - 1) / times.decode:.1f} tokens/s"

@@ -38,6 +38,10 @@ class QueueFullError(LazyRAGError):
     """`max_queue` requests are waiting already."""
 
 
+class DeadlineExceededError(LazyRAGError):
+    """The request was not finished `deadline` seconds after its submission."""
+
+
 class UnknownChunkError(LazyRAGError):
     """A chunk or document id that this runtime does not hold."""
 
@@ -52,6 +56,10 @@ class RetrieverError(LazyRAGError):
 
 class StoreError(LazyRAGError):
     """A store folder cannot be used: unwritable, of another schema, or of another model."""
+
+
+class IncompleteAnswerError(LazyRAGError):
+    """An answer was cut off before it was complete JSON."""
 
 
 class EngineError(LazyRAGError):

@@ -78,7 +78,7 @@ class Executor:
         self._model = model
         self._pool = pool
         self._impl = impl
-        # by a request's first private page: unique while it runs
+        # by the first page a request took for itself: unique while it runs
         self.last_tokens = torch.zeros(pool.num_pages + 1, dtype=torch.int64, device=model.device)
         self._graphs: list[_Graph] = []
         self._tables: StaticTables | None = None

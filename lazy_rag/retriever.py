@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lazy_rag.anchoring import Anchors
 from lazy_rag.catalog import (
     MAX_PARAMETERS,
     Catalog,
@@ -36,6 +37,7 @@ from lazy_rag.catalog import (
 )
 from lazy_rag.embedder import Embedder, Vectors, normalise_rows
 from lazy_rag.errors import EmptyCorpusError, RetrieverError, RuntimeClosedError, StoreError, UnknownChunkError
+from lazy_rag.locks import moment
 from lazy_rag.owner import OwnerThread
 
 __all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
@@ -197,6 +199,8 @@ class Retriever:
         self._index: VectorIndex | None = None
         self._index_state = ""
         self._members: dict[str, tuple[_Ids, _Ids]] = {}
+        # the texts of all chunks; changed in the owner thread, in the order of the writes
+        self.anchors = Anchors()
         self._close_lock = threading.Lock()
         self._closed = False
         self._owner = OwnerThread("lazy-rag-retriever")
@@ -242,21 +246,28 @@ class Retriever:
         *,
         progress: bool = False,
         namespace: str | None = None,
+        vectors: np.ndarray[Any, Any] | None = None,
     ) -> Change:
         """`upsert` of several (document id, chunks, metadata): one transaction, one embedding run, one progress bar.
-        A document without chunks needs `namespace`; its earlier version is removed and nothing is stored."""
+        A document without chunks needs `namespace`; its earlier version is removed and nothing is stored. `vectors`:
+        one row for every chunk, in order."""
         writes = [_document_write(*document, namespace) for document in documents]
         keys = [(write.namespace, write.document_id) for write in writes]
         if len(set(keys)) != len(keys):
             raise RetrieverError("the same document id occurs twice in one call")
-        return self._write(writes, {}, progress)
+        given: dict[str, Vectors] = {}
+        if vectors is not None:
+            chunks = [chunk for write in writes for chunk in write.chunks]
+            matrix = self._checked_vectors(vectors, len(chunks))
+            given = {chunk.chunk_id: row for chunk, row in zip(chunks, matrix, strict=True)}
+        return self._write(writes, given, progress)
 
     def delete(self, ids: Sequence[str], *, namespace: str) -> Change:
         """Delete documents by id and chunks by id (all their occurrences) from one namespace. A document that loses its
         last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there."""
         wanted = list(dict.fromkeys(_checked_ids([ids] if isinstance(ids, str) else ids)))
         check_namespace(namespace)
-        return self._call(lambda: self._apply(self._catalog.delete(wanted, namespace)))
+        return self._call(lambda: self._delete(wanted, namespace))
 
     # Reading
 
@@ -276,9 +287,7 @@ class Retriever:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k <= 0:
             raise RetrieverError(f"k must be a positive integer, not {k!r}")
         check_namespace(namespace)
-        where = None if filter is None else compile_filter(filter)
-        if where is not None and len(where.parameters) > MAX_PARAMETERS:
-            raise RetrieverError("the filter is too large: use $in with a list instead of many conditions")
+        where = _compiled(filter)
         if isinstance(query, str):
             if self._embedder is None:
                 raise RetrieverError("no embedder: construct the retriever with one to search for a text")
@@ -293,6 +302,18 @@ class Retriever:
         """What searches: FAISS on the CPU, or a matrix product on a GPU."""
         index = self._index
         return "" if index is None else index.searched_by
+
+    def find(
+        self,
+        *,
+        namespace: str,
+        filter: Mapping[str, Any] | None = None,
+        document_ids: Sequence[str] | None = None,
+    ) -> list[Hit]:
+        """Every chunk that passes the filter, of all documents or of those named; `score` is nan."""
+        check_namespace(namespace)
+        where = _compiled(filter)
+        return self._call(lambda: self._catalog.find(namespace, where, document_ids))
 
     def chunk(self, chunk_id: str) -> ChunkRecord:
         """The stored chunk. Raises UnknownChunkError."""
@@ -425,6 +446,8 @@ class Retriever:
             catalog.bind(self._key_space)
             if self._embedder is not None:
                 catalog.claim(self._embedder.name, self._embedder.dimension)
+            for chunk_id, text, namespace in catalog.texts():
+                self.anchors.add(chunk_id, text, namespace)
         except BaseException:
             catalog.close()
             raise
@@ -470,7 +493,19 @@ class Retriever:
         return index
 
     def _replace(self, writes: Sequence[DocumentWrite], vectors: Mapping[str, Vectors]) -> Change:
-        return self._apply(self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None))
+        change = self._apply(self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None))
+        added = set(change.added)
+        for chunk in (chunk for write in writes for chunk in write.chunks):
+            if chunk.chunk_id in added:
+                self.anchors.add(chunk.chunk_id, chunk.text, chunk.namespace)
+        for namespace in {write.namespace for write in writes}:
+            self.anchors.remove(change.removed, namespace)
+        return change
+
+    def _delete(self, ids: Sequence[str], namespace: str) -> Change:
+        change = self._apply(self._catalog.delete(ids, namespace))
+        self.anchors.remove(change.removed, namespace)
+        return change
 
     def _apply(self, written: Written) -> Change:
         """Bring the index to the state after a committed write."""
@@ -531,8 +566,10 @@ class Retriever:
         self._sync()
         if self._directory is None or self._index is None:
             return
-        if force or self._catalog.index_record()[0] != self._index_state:
-            self._catalog.record_index(self._index_state, self._index.write(self._directory / INDEX_FILE))
+        # alone: another process must not put its file under this one's digest
+        with moment(self._directory / "index.lock", alone=True):
+            if force or self._catalog.index_record()[0] != self._index_state:
+                self._catalog.record_index(self._index_state, self._index.write(self._directory / INDEX_FILE))
 
     def _check(self, repair: bool) -> list[str]:
         self._sync()
@@ -615,6 +652,13 @@ def _document_write(
                 f"document {document_id!r} has {len(encoded)} metadata entries for {len(chunks)} chunks"
             )
     return DocumentWrite(document_id, namespaces.pop(), tuple(chunks), encoded)
+
+
+def _compiled(filter: Mapping[str, Any] | None) -> Filter | None:
+    where = None if filter is None else compile_filter(filter)
+    if where is not None and len(where.parameters) > MAX_PARAMETERS:
+        raise RetrieverError("the filter is too large: use $in with a list instead of many conditions")
+    return where
 
 
 def _checked_ids(ids: Any) -> list[str]:
