@@ -60,7 +60,7 @@ SCALES = {
 
 def make_runtime(shape: str, **options: Any) -> Runtime:
     if shape == "llama-8b":
-        return latency.make_runtime(latency.make_model(32), **options)
+        return latency.make_runtime(latency.make_model(latency.SHAPES[shape], 32), **options)
     if shape == "smollm2-135m":
         return Runtime(shape, embedder=None, progress=False, **options)
     from tests.fixtures import make_runtime as make_tiny
@@ -71,7 +71,7 @@ def make_runtime(shape: str, **options: Any) -> Runtime:
 def check_answers(shape: str, runtime: Runtime) -> float:
     """Error as a share of what is allowed; stops the benchmark above 1."""
     if shape == "llama-8b":
-        return latency.check_answers() / 2
+        return latency.check_answers(latency.SHAPES[shape]) / 2
     rng = random.Random(5)
     chunks = [make_document(runtime, rng, n) for n in (64, 33)]
     layout = lay_out(runtime, [*chunks, chunks[0]], 9, rng)
