@@ -89,6 +89,14 @@ def make_model(shape: Shape, layers: int) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+class Results(dict[str, float]):
+    """Seconds by name, shown as they come: a run that ends early still says what it found."""
+
+    def __setitem__(self, name: str, seconds: float) -> None:
+        super().__setitem__(name, seconds)
+        print(f"  {name}: {1000 * seconds:.2f} ms", flush=True)
+
+
 class Embedder:
     """Random weights in the shape of all-MiniLM-L6-v2, on the GPU. Under random weights texts need not lie near one
     another, so all get a common part: the five texts are then nearer to every question than random vectors are."""
@@ -170,7 +178,7 @@ def query_seconds(runtime: Runtime, rng: random.Random, runs: int) -> list[float
     for _ in range(CHUNKS):
         text = " ".join(rng.choices(words, k=CHUNK_TOKENS))
         tokens = runtime.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        texts.append(text[: tokens[CHUNK_TOKENS - 2][0]])
+        texts.append(text[: tokens[CHUNK_TOKENS - 2][0]].strip())
     runtime.add_chunks(texts, encode="now")
     numbers, step = np.random.default_rng(0), 5_000
     for start in range(0, DISTRACTORS, step):
@@ -181,19 +189,37 @@ def query_seconds(runtime: Runtime, rng: random.Random, runs: int) -> list[float
         vectors = numbers.standard_normal((step, DIMENSION)).astype(np.float32)
         runtime._retriever.upsert(f"distractors {start}", records, metadata={}, vectors=vectors)
     sampling, seconds = SamplingParams(max_tokens=1, temperature=0), []
+    embedding = timed_calls(runtime.embeddings, "embed_query")
+    searching = timed_calls(runtime._retriever, "_search")
     for _ in range(runs + 2):
-        question = " ".join(rng.choices(words, k=10))
+        question = " ".join(rng.choices(words, k=8))  # with the chat template below 64 live tokens
         begin = time.perf_counter()
         answer = runtime.query(question, k=CHUNKS, sampling=sampling)
         seconds.append(time.perf_counter() - begin)
         assert {source.text for source in answer.sources} == set(texts), "the five chunks were not found"
         assert answer.receipt.tokens_encoded == 0
-    times = answer.receipt.times
+    receipt = answer.receipt
+    retrieve, first = 1000 * receipt.times.retrieve, 1000 * receipt.times.first_token
     print(
-        f"query: {answer.receipt.prompt_tokens} tokens, {answer.receipt.tokens_live} live; retrieve "
-        f"{1000 * times.retrieve:.2f} ms, first token {1000 * times.first_token:.2f} ms; {answer.receipt.searched_by}"
+        f"query: {receipt.prompt_tokens} tokens, {receipt.tokens_live} live; embed {1000 * embedding[-1]:.2f} ms, "
+        f"search {1000 * searching[-1]:.2f} ms ({receipt.searched_by}), both with hand-over {retrieve:.2f} ms, "
+        f"first token {first:.2f} ms"
     )
     return seconds[2:]
+
+
+def timed_calls(owner: Any, name: str) -> list[float]:
+    """Seconds of every call of a method from now on."""
+    method, seconds = getattr(owner, name), []
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        result = method(*arguments, **options)
+        seconds.append(time.perf_counter() - begin)
+        return result
+
+    setattr(owner, name, timed)
+    return seconds
 
 
 def decode_step(runtime: Runtime, layouts: list[PromptLayout]) -> float:
@@ -251,6 +277,17 @@ def watch(runtime: Runtime) -> tuple[list[float], list[float]]:
     return launch, complete
 
 
+def profile_host(runtime: Runtime, orders: list[PromptLayout]) -> None:
+    """Where the host's time goes from the start of planning until a hot step is launched."""
+    executor, clock = runtime._engine.executor, cProfile.Profile()
+    run = executor.run
+    executor.run = lambda *arguments: clock.runcall(run, *arguments)  # type: ignore[method-assign]
+    for order in orders:
+        first_token(runtime, order)
+    executor.run = run  # type: ignore[method-assign]
+    pstats.Stats(clock).sort_stats("tottime").print_stats(16)
+
+
 def stock_cold(model: PreTrainedModel, layout: PromptLayout) -> Timing:
     ids = torch.tensor([layout.token_ids()], device="cuda")
     model.set_attn_implementation("sdpa")
@@ -285,7 +322,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     rate = copy_rate()
     torch.cuda.empty_cache()
-    model, rng, results = make_model(shape, layers), random.Random(0), {}
+    model, rng, results = make_model(shape, layers), random.Random(0), Results()
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
     with tempfile.TemporaryDirectory() as folder:
         embedder = None if options.no_query else make_embedder(Path(folder))
@@ -331,6 +368,7 @@ def main() -> None:
         )
         kv = len(layout) * runtime._engine.pool.page_bytes / runtime._engine.pool.page_size
         if options.profile:
+            profile_host(runtime, orders)
             profile("one hot first token", lambda: first_token(runtime, layout))
             forget(runtime, chunks)
             profile("cold", lambda: first_token(runtime, layout))

@@ -259,7 +259,7 @@ class LanguageModel:
         self.query_heads = tuple(here.query_heads[i] for i in range(count))
         self._order = tuple(here.modules)
         self._layers = _layers_around(self.model, here.modules.values())
-        self._separate = join(siblings(calls, within=here.modules.values()))
+        self._separate = join(siblings(self.model, calls))
         self.rope = rope_table(self.config, self.model.base_model, [here.modules[i] for i in range(count)])
         limit = _INVARIANCE_FLOAT if self.dtype in (torch.float32, torch.float64) else _INVARIANCE_HALF
         for delta in sorted({min(37, self.max_positions - 8), self.max_positions - 8}):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from lazy_rag import projections
 from lazy_rag.model import LanguageModel
 from lazy_rag.projections import _Joined, join, seen_inputs, siblings
 from tests.tiny_models import tiny_model
@@ -23,7 +25,7 @@ class Attention(nn.Module):
 def joined(attention: Attention) -> list[list[nn.Linear]]:
     with seen_inputs(attention) as calls:
         attention(torch.randn(1, 3, 8))
-    return siblings(calls, within=[attention])
+    return siblings(attention, calls)
 
 
 def test_results_state_and_types_stay_as_they_were() -> None:
@@ -93,12 +95,25 @@ def test_only_plain_layers_of_one_kind_are_joined() -> None:
     assert joined(Twice()) == []
 
 
-def test_a_language_model_joins_q_k_and_v_of_every_layer_until_it_is_released() -> None:
+def test_many_rows_are_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = Attention().double()
+    few, many = torch.randn(1, 4, 8, dtype=torch.float64), torch.randn(1, 5, 8, dtype=torch.float64)
+    want = attention(few), attention(many)
+    monkeypatch.setattr(projections, "_FEW_ROWS", 4)
+    join([[attention.q, attention.k, attention.v]])
+    for x, expected in zip((few, many), want, strict=True):
+        torch.testing.assert_close(attention(x), expected, rtol=1e-12, atol=1e-12)
+    q, k, _ = attention(few)
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    q, k, _ = attention(many)
+    assert q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr()
+
+
+def test_a_language_model_joins_its_projections_until_it_is_released() -> None:
     for family in ("llama", "qwen2", "qwen3"):
         model = tiny_model(family)
         driven = LanguageModel(model)
         joined_layers = [name for name, module in model.named_modules() if isinstance(module, _Joined)]
-        assert len(joined_layers) == 3 * model.config.num_hidden_layers
-        assert all(".self_attn." in name for name in joined_layers)
+        assert len(joined_layers) == 5 * model.config.num_hidden_layers  # q, k, v; gate, up
         driven.release()
         assert not any(isinstance(module, _Joined) for module in model.modules())
