@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import latency
 from benchmarks.common import finish, machine
 from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
 from lazy_rag.layout import Chunk
@@ -60,6 +59,8 @@ SCALES = {
 
 def make_runtime(shape: str, **options: Any) -> Runtime:
     if shape == "llama-8b":
+        from benchmarks import latency  # needs Triton
+
         return latency.make_runtime(latency.make_model(latency.SHAPES[shape], 32), **options)
     if shape == "smollm2-135m":
         return Runtime(shape, embedder=None, progress=False, **options)
@@ -71,6 +72,8 @@ def make_runtime(shape: str, **options: Any) -> Runtime:
 def check_answers(shape: str, runtime: Runtime) -> float:
     """Error as a share of what is allowed; stops the benchmark above 1."""
     if shape == "llama-8b":
+        from benchmarks import latency
+
         return latency.check_answers(latency.SHAPES[shape]) / 2
     rng = random.Random(5)
     chunks = [make_document(runtime, rng, n) for n in (64, 33)]
@@ -152,7 +155,8 @@ class Load:
         began = time.perf_counter()
         done = [ticket.future.result() for ticket in [self.submit(layout) for layout in layouts]]
         seconds = time.perf_counter() - began
-        distinct = len({segment.chunk_id for layout in layouts for segment in layout.segments[1:]})
+        prefix = None if self.runtime.prefix is None else self.runtime.prefix.id
+        distinct = len({segment.chunk_id for layout in layouts for segment in layout.segments} - {prefix})
         return {"requests_s": round(len(done) / seconds, 2), "documents": distinct, **first_tokens(done)}
 
     def poisson(self, alpha: float, rate: float, count: int) -> list[Completion]:
@@ -265,7 +269,7 @@ def main() -> None:
                     results["poisson"][f"{alpha:g} at {rate:g}/s"] = found
                     print(f"poisson alpha {alpha:g}, {rate:g}/s, {arrivals} arrivals: first token {found}")
         if "curve" in options.parts:
-            results["curve"] = curve(load, options.poisson_alphas[0], rates[-1], max(20, arrivals // 5))
+            results["curve"] = curve(load, options.poisson_alphas[0], rates[-1], max(20, arrivals // 10))
         if "streams" in options.parts:
             runs = [load.streams(8) for _ in range(3)]
             results["streams"] = runs

@@ -372,9 +372,12 @@ class Engine:
     def _grow(self) -> None:
         """Every running request gets the page of its next token; when none is left, the youngest gives way."""
         for request in sorted(self._running, key=lambda r: r.rank):
-            while request.sequence is not None and not self.admission.grow(request):
-                if not self._landed():
-                    self.admission.give_way(gives_way(self._running))
+            self._guarded(request, lambda request=request: self._make_room(request))  # type: ignore[misc]
+
+    def _make_room(self, request: Request) -> None:
+        while request.sequence is not None and not self.admission.grow(request):
+            if not self._landed():
+                self.admission.give_way(gives_way(self._running))
 
     def _admit(self) -> None:
         """Admit waiting requests by rank, until one does not fit."""
@@ -384,11 +387,12 @@ class Engine:
                 if self.admission.admit(request):
                     self._waiting.remove(request)
                     continue
+                lower = [r for r in self._running if r.rank[0] > request.rank[0]]
+                would_fit = bool(lower) and self.admission.fits_without(request, lower)
             except Exception as error:  # noqa: BLE001  a malformed layout, say: this request only
                 self._fail_sequence(request, None, error)
                 continue
-            lower = [r for r in self._running if r.rank[0] > request.rank[0]]
-            if lower and self.admission.fits_without(request, lower):
+            if would_fit:
                 if not self._landed():
                     self.admission.give_way(gives_way(lower))
                 continue

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 
 from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
 from lazy_rag.errors import EngineError
+from lazy_rag.keys import ChunkId
+from lazy_rag.policy import LRU
 from lazy_rag.requests import Ticket
 from lazy_rag.sampling import Sampler, TextStream
 from tests.fixtures import PAGE, make_runtime
@@ -157,6 +160,38 @@ def test_a_step_that_fails_only_together_fails_nobody(runtime: Runtime, monkeypa
     monkeypatch.setattr(runtime._parts.model, "forward", broken)
     together = submit(runtime, *((layout, LONG) for layout in layouts))
     assert [ticket.future.result(30).text for ticket in together] == expected
+
+
+class BrokenPolicy(LRU):
+    """Raises while it is told to."""
+
+    broken = False
+
+    def order(self) -> Iterator[ChunkId]:
+        if self.broken:
+            raise RuntimeError("injected")
+        return super().order()
+
+
+def test_a_policy_that_fails_while_a_request_grows_fails_that_request() -> None:
+    """It has all the pages it was admitted with, and asks for one more."""
+    with make_runtime() as big:
+        size = 30 * big.stats.page_bytes
+    policy = BrokenPolicy()
+    with make_runtime(cache_bytes=size, policy=policy) as runtime:
+        engine = runtime._engine
+        chunks = [make_chunk(runtime, [40 + i] * 2 * PAGE) for i in range(20)]
+        runtime._engine.encode(chunks, evict=False).future.result(30)
+        sampling = replace(LONG, max_tokens=60)
+        # on the engine's thread, with the first text
+        ticket = engine.submit(prompt(runtime, 20), sampling, on_text=lambda _: setattr(policy, "broken", True))
+        error = ticket.future.exception(30)
+        assert isinstance(error, EngineError)
+        assert "injected" in str(error)
+        policy.broken = False
+        again = engine.submit(prompt(runtime, 21), sampling).future.result(30)
+        assert again.finish_reason == "length"
+        assert runtime.check() == []
 
 
 def pages_return(runtime: Runtime, free: int) -> None:
