@@ -20,6 +20,7 @@ from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionErro
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
 from lazy_rag.prompt import Message
+from lazy_rag.remembering import Remembered
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.sampling import SamplingParams
 from lazy_rag.tools import ToolUse
@@ -84,11 +85,12 @@ def known_namespace(namespace: str) -> str:
 
 
 class Preparer:
-    """Checks requests of one runtime and lays out their prompts. Thread-safe: it holds no state of its own."""
+    """Checks requests of one runtime and lays out their prompts. Thread-safe."""
 
     def __init__(self, parts: Parts, retriever: Retriever, *, namespace: str, repair: str) -> None:
         self._parts = parts
         self._retriever = retriever
+        self.remembered = Remembered(parts.chunker, retriever)
         self._namespace = namespace
         self._repair = known_repair(repair)
 
@@ -185,7 +187,7 @@ class Preparer:
     def _anchors(self, text: str, *, namespace: str, sources: list[Source]) -> list[tuple[int, int, Chunk, int]]:
         """(start, stop, chunk, tokens of its text) of every chunk that stands in a text."""
         anchors = self._retriever.anchors.find(text, namespace)
-        records = self._retriever.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
+        records = self.remembered.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
         found = []
         for start, stop, chunk_id in ((a.start, a.stop, a.chunk_id) for a in anchors):
             record = records.get(chunk_id)
@@ -248,7 +250,7 @@ class Preparer:
             if isinstance(part, Live):
                 pieces.append(part)
                 continue
-            record = self._retriever.chunk(part.chunk_id)
+            record = self.remembered.chunk(part.chunk_id)
             if record.namespace != namespace:
                 raise UnknownChunkError(f"no chunk {part.chunk_id!r} in namespace {namespace!r}")
             placed = Placed(self._chunk(record), part.start, part.length)

@@ -254,6 +254,20 @@ class Runtime:
         self._index(batch, encode, space, vectors)
         return [ChunkId(record.chunk_id) for record in records]
 
+    @checked_keywords()
+    def remember(self, texts: Sequence[str], *, encode: str = "on_use", namespace: str | None = None) -> list[ChunkId]:
+        """The ids of chunks with these texts, for texts that another index holds: their KV is cached and found in
+        prompts, but they are not embedded, searched or kept in a store. At most 20 000; the least recently used go.
+        """
+        self._require_open()
+        _known_encode(encode)
+        listed = list(_listed(texts, "texts"))
+        space = self._preparer.space(namespace)
+        ids = [ChunkId(i) for i in self._preparer.remembered.add(listed, space)]
+        if encode == "now":
+            self._encode([self.chunk(i) for i in dict.fromkeys(ids)], evict=False)
+        return ids
+
     def _index(
         self,
         batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]],
@@ -261,8 +275,7 @@ class Runtime:
         namespace: str,
         vectors: Any = None,
     ) -> list[ChunkId]:
-        if encode not in ("now", "on_use"):
-            raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
+        _known_encode(encode)
         records = [record for _, chunks, _ in batch for record in chunks]
         ids = [ChunkId(record.chunk_id) for record in records]
         change = self._retriever.upsert_many(batch, namespace=namespace, progress=self._progress, vectors=vectors)
@@ -444,6 +457,7 @@ class Runtime:
         self._forget(removed)
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
+        self._preparer.remembered.forget(chunk_ids)
         gone = [ChunkId(i) for i in chunk_ids]
         self._engine.call(lambda: self._engine.residency.discard(gone)).result()
 
@@ -452,7 +466,17 @@ class Runtime:
         self._require_open()
         if not isinstance(chunk_id, str):
             raise UnknownChunkError(f"{chunk_id!r} is no chunk id")
-        return self._parts.chunker.chunk(self._retriever.chunk(chunk_id))
+        return self._parts.chunker.chunk(self._preparer.remembered.chunk(chunk_id))
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._parts.max_context
+
+    @property
+    def separator(self) -> str:
+        """What is stored at the end of every chunk."""
+        return self._parts.chunker.separator
 
     @property
     def prefix(self) -> Chunk | None:
@@ -586,6 +610,11 @@ class Runtime:
             raise RuntimeClosedError("the runtime is closed")
         if os.getpid() != self._process:
             raise RuntimeClosedError("this process was forked from the runtime's: make a new Runtime here")
+
+
+def _known_encode(encode: str) -> None:
+    if encode not in ("now", "on_use"):
+        raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
 
 
 def _listed(values: Any, name: str) -> Iterable[Any]:
