@@ -28,11 +28,15 @@ class Remembered:
         self._lock = threading.Lock()
         self._records: OrderedDict[str, ChunkRecord] = OrderedDict()
 
-    def add(self, texts: Sequence[str], namespace: str) -> list[str]:
-        """The ids of chunks with these texts. A text that is known already, by whatever way, is not tokenised again."""
-        return [self._id(text, namespace) for text in texts]
+    def add(self, texts: Sequence[str], namespace: str) -> tuple[list[str], list[str]]:
+        """The ids of chunks with these texts, and those of them that were not known before.
 
-    def _id(self, text: str, namespace: str) -> str:
+        A text that is known already, by whatever way, is not tokenised again.
+        """
+        fresh: list[str] = []
+        return [self._id(text, namespace, fresh) for text in texts], fresh
+
+    def _id(self, text: str, namespace: str, fresh: list[str]) -> str:
         anchors = self._retriever.anchors
         known = anchors.id_of(text, namespace) if isinstance(text, str) else None
         if known is not None and self.records([known]):
@@ -43,6 +47,7 @@ class Remembered:
             anchors.add(record.chunk_id, record.text, namespace)
             while len(self._records) > self._limit:
                 self._drop(self._records.popitem(last=False)[1])
+        fresh.append(record.chunk_id)
         return record.chunk_id
 
     def _drop(self, record: ChunkRecord) -> None:

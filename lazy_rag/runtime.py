@@ -263,7 +263,11 @@ class Runtime:
         _known_encode(encode)
         listed = list(_listed(texts, "texts"))
         space = self._preparer.space(namespace)
-        ids = [ChunkId(i) for i in self._preparer.remembered.add(listed, space)]
+        known, fresh = self._preparer.remembered.add(listed, space)
+        ids = [ChunkId(i) for i in known]
+        if fresh:  # some may have been deleted before
+            new = [ChunkId(i) for i in fresh]
+            self._engine.call(lambda: self._engine.residency.welcome(new)).result()
         if encode == "now":
             self._encode([self.chunk(i) for i in dict.fromkeys(ids)], evict=False)
         return ids

@@ -228,13 +228,14 @@ def test_remembered_texts_are_bounded_and_known_ones_not_tokenised_again(monkeyp
         chunker, retriever = rt._parts.chunker, rt._retriever
         remembered = Remembered(chunker, retriever, limit=3)
         texts = [f"Text number {number}." for number in range(5)]
-        ids = remembered.add(texts, "")
+        ids, fresh = remembered.add(texts, "")
+        assert fresh == ids
         assert list(remembered.records(ids)) == ids[2:]
         assert [retriever.anchors.id_of(text) for text in texts] == [None, None, *ids[2:]]
         tokenised: list[str] = []
         record = chunker.record
         monkeypatch.setattr(chunker, "record", lambda text, space: tokenised.append(text) or record(text, space))
-        assert remembered.add(texts[2:], "") == ids[2:]
+        assert remembered.add(texts[2:], "") == (ids[2:], [])
         assert tokenised == []
 
 
