@@ -333,6 +333,11 @@ class Runtime:
         found = self._retriever.find(namespace=self._preparer.space(namespace), filter=filter, document_ids=wanted)
         return [Source(ChunkId(h.chunk_id), h.text, None, h.document_id, h.metadata) for h in found]
 
+    def has_chunks(self, *, namespace: str | None = None) -> bool:
+        """Whether anything was added to a namespace that a search could find."""
+        self._require_open()
+        return self._retriever.has_chunks(self._preparer.space(namespace))
+
     # asking
 
     @checked_keywords(QueryOptions)
