@@ -96,8 +96,9 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
             raise LazyRAGError(f"LazyRAGVectorStore searches by similarity only, not in mode {query.mode.value!r}")
         if query.query_embedding is None:
             raise LazyRAGError("LazyRAGVectorStore needs the query's embedding")
-        condition = _both(query.node_ids, query.filters)
-        if query.doc_ids is not None:
+        # an index over a store that holds the texts knows no ids, and says so with an empty list
+        condition = _both(query.node_ids or None, query.filters)
+        if query.doc_ids:
             wanted = {REF_DOC_ID: {"$in": list(query.doc_ids)}}
             condition = wanted if condition is None else {"$and": [condition, wanted]}
         if not self._runtime.has_chunks(namespace=self.namespace):
