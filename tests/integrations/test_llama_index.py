@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +46,7 @@ from llama_index.llms.lazy_rag import (
 )
 from pydantic import BaseModel, Field, field_validator
 
-from lazy_rag import LazyRAGError, Runtime
+from lazy_rag import LazyRAGError, Runtime, SamplingParams
 from tests.fixtures import WordEmbedder, make_runtime
 
 TEXTS = [
@@ -636,3 +638,14 @@ def test_a_failing_engine_reaches_the_consumer_of_a_stream(fresh: Runtime, monke
     thread.join(timeout=5)
     assert not thread.is_alive()
     assert "no room" in str(failed[0])
+
+
+def test_without_the_framework_the_error_names_the_extra_and_the_rest_works(
+    fresh: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("llama_index")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "llama_index.core", None)
+    with pytest.raises(ImportError, match=r"lazy-rag\[llama-index\]"):
+        importlib.import_module("llama_index.llms.lazy_rag")
+    assert fresh.chat("Hello?", sampling=SamplingParams(max_tokens=2)).text is not None
