@@ -21,6 +21,7 @@ from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionErro
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
 from lazy_rag.prompt import Message
+from lazy_rag.remembering import Remembered
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.sampling import SamplingParams
 from lazy_rag.tools import ToolUse
@@ -91,20 +92,21 @@ def known_namespace(namespace: str) -> str:
     return namespace
 
 
-def known_chunk(retriever: Retriever, chunk_id: str, namespace: str) -> ChunkRecord:
-    """A stored chunk. Raises UnknownChunkError, also for one of another namespace."""
-    record = retriever.chunk(chunk_id)
+def known_chunk(known: Remembered, chunk_id: str, namespace: str) -> ChunkRecord:
+    """A stored or remembered chunk. Raises UnknownChunkError, also for one of another namespace."""
+    record = known.chunk(chunk_id)
     if record.namespace != namespace:
         raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
     return record
 
 
 class Preparer:
-    """Checks requests of one runtime and lays out their prompts. Thread-safe: it holds no state of its own."""
+    """Checks requests of one runtime and lays out their prompts. Thread-safe."""
 
     def __init__(self, parts: Parts, retriever: Retriever, *, namespace: str, repair: str) -> None:
         self._parts = parts
         self._retriever = retriever
+        self.remembered = Remembered(parts.chunker, retriever)
         self._namespace = namespace
         self._repair = known_repair(repair)
 
@@ -205,7 +207,7 @@ class Preparer:
     def _anchors(self, text: str, *, namespace: str, sources: list[Source]) -> list[tuple[int, int, Chunk, int]]:
         """(start, stop, chunk, tokens of its text) of every chunk that stands in a text."""
         anchors = self._retriever.anchors.find(text, namespace)
-        records = self._retriever.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
+        records = self.remembered.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
         found = []
         for start, stop, chunk_id in ((a.start, a.stop, a.chunk_id) for a in anchors):
             record = records.get(chunk_id)
@@ -269,7 +271,7 @@ class Preparer:
             if isinstance(part, Live):
                 pieces.append(part)
                 continue
-            record = known_chunk(self._retriever, part.chunk_id, namespace)
+            record = known_chunk(self.remembered, part.chunk_id, namespace)
             placed = Placed(self._chunk(record), part.start, part.length)
             if placed.start >= len(placed.chunk) or placed.start + placed.tokens > len(placed.chunk):
                 raise ConfigError(f"{part} reaches beyond the chunk's {len(placed.chunk)} tokens")

@@ -336,6 +336,10 @@ class Retriever:
         check_namespace(namespace)
         return self._call(lambda: self._catalog.documents(namespace))
 
+    def has_chunks(self, namespace: str) -> bool:
+        """Whether a namespace holds any chunk."""
+        return self._call(lambda: self._catalog.has_chunks(namespace))
+
     def __len__(self) -> int:
         """Number of rows: occurrences of chunks in documents, over all namespaces."""
         return self._call(lambda: self._catalog.row_count())

@@ -279,6 +279,24 @@ class Runtime:
         self._index(batch, encode, space, vectors)
         return [ChunkId(record.chunk_id) for record in records]
 
+    @checked_keywords()
+    def remember(self, texts: Sequence[str], *, encode: str = "on_use", namespace: str | None = None) -> list[ChunkId]:
+        """The ids of chunks with these texts, for texts that another index holds: their KV is cached and found in
+        prompts, but they are not embedded, searched or kept in a store. At most 20 000; the least recently used go.
+        """
+        self._require_open()
+        _known_encode(encode)
+        listed = list(_listed(texts, "texts"))
+        space = self._preparer.space(namespace)
+        known, fresh = self._preparer.remembered.add(listed, space)
+        ids = [ChunkId(i) for i in known]
+        if fresh:  # some may have been deleted before
+            new = [ChunkId(i) for i in fresh]
+            self._engine.call(lambda: self._engine.residency.welcome(new)).result()
+        if encode == "now":
+            self._encode([self.chunk(i) for i in dict.fromkeys(ids)], evict=False)
+        return ids
+
     def _index(
         self,
         batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]],
@@ -286,8 +304,7 @@ class Runtime:
         namespace: str,
         vectors: Any = None,
     ) -> list[ChunkId]:
-        if encode not in ("now", "on_use"):
-            raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
+        _known_encode(encode)
         records = [record for _, chunks, _ in batch for record in chunks]
         ids = [ChunkId(record.chunk_id) for record in records]
         change = self._retriever.upsert_many(batch, namespace=namespace, progress=self._progress, vectors=vectors)
@@ -340,6 +357,11 @@ class Runtime:
         wanted = None if ids is None else list(_listed(ids, "ids"))
         found = self._retriever.find(namespace=self._preparer.space(namespace), filter=filter, document_ids=wanted)
         return [Source(ChunkId(h.chunk_id), h.text, None, h.document_id, h.metadata) for h in found]
+
+    def has_chunks(self, *, namespace: str | None = None) -> bool:
+        """Whether anything was added to a namespace that a search could find."""
+        self._require_open()
+        return self._retriever.has_chunks(self._preparer.space(namespace))
 
     # asking
 
@@ -494,6 +516,7 @@ class Runtime:
         self._forget(removed)
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
+        self._preparer.remembered.forget(chunk_ids)
         gone = [ChunkId(i) for i in chunk_ids]
         self._engine.call(lambda: self._engine.residency.discard(gone)).result()
 
@@ -503,7 +526,19 @@ class Runtime:
         self._require_open()
         if not isinstance(chunk_id, str):
             raise UnknownChunkError(f"{chunk_id!r} is no chunk id")
-        return self._parts.chunker.chunk(known_chunk(self._retriever, chunk_id, self._preparer.space(namespace)))
+        return self._parts.chunker.chunk(
+            known_chunk(self._preparer.remembered, chunk_id, self._preparer.space(namespace))
+        )
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._parts.max_context
+
+    @property
+    def separator(self) -> str:
+        """What is stored at the end of every chunk."""
+        return self._parts.chunker.separator
 
     @property
     def prefix(self) -> Chunk | None:
@@ -653,6 +688,11 @@ class Runtime:
 def _require_one_sample(prepared: Prepared) -> None:
     if prepared.sampling.n > 1:
         raise ConfigError(f"a stream is one text: n={prepared.sampling.n} samples come from query, generate or chat")
+
+
+def _known_encode(encode: str) -> None:
+    if encode not in ("now", "on_use"):
+        raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
 
 
 def _listed(values: Any, name: str) -> Iterable[Any]:
