@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lazy_rag.answer import Source
 from lazy_rag.assembly import Placed, as_history, as_messages, as_range
 from lazy_rag.building import Parts
@@ -74,8 +77,10 @@ class Preparer:
         """The namespace of a call."""
         return self._namespace if namespace is None else known_namespace(namespace)
 
-    def retrieve(self, query: str, k: int, condition: Mapping[str, Any] | None, namespace: str | None) -> list[Hit]:
-        if not isinstance(query, str) or not query.strip():
+    def retrieve(
+        self, query: str | NDArray[Any], k: int, condition: Mapping[str, Any] | None, namespace: str | None
+    ) -> list[Hit]:
+        if not isinstance(query, np.ndarray) and (not isinstance(query, str) or not query.strip()):
             raise EmptyQuestionError("the question has no text")
         return self._retriever.search(query, k, namespace=self.space(namespace), filter=condition)
 

@@ -29,6 +29,7 @@ from lazy_rag.catalog import (
     Filter,
     Hit,
     MissingVectors,
+    Occurrence,
     Written,
     check_namespace,
     compile_filter,
@@ -200,12 +201,13 @@ class Retriever:
             raise RetrieverError("the same document id occurs twice in one call")
         return self._write(writes, {}, progress)
 
-    def delete(self, ids: Sequence[str], *, namespace: str) -> Change:
+    def delete(self, ids: Sequence[str], *, namespace: str, missing_ok: bool = False) -> Change:
         """Delete documents by id and chunks by id (all their occurrences) from one namespace. A document that loses its
-        last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there."""
+        last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there; `missing_ok`
+        passes over those."""
         wanted = list(dict.fromkeys(_checked_ids([ids] if isinstance(ids, str) else ids)))
         check_namespace(namespace)
-        return self._call(lambda: self._apply(self._catalog.delete(wanted, namespace)))
+        return self._call(lambda: self._apply(self._catalog.delete(wanted, namespace, missing_ok=missing_ok)))
 
     # Reading
 
@@ -225,9 +227,7 @@ class Retriever:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k <= 0:
             raise RetrieverError(f"k must be a positive integer, not {k!r}")
         check_namespace(namespace)
-        where = None if filter is None else compile_filter(filter)
-        if where is not None and len(where.parameters) > MAX_PARAMETERS:
-            raise RetrieverError("the filter is too large: use $in with a list instead of many conditions")
+        where = _compiled(filter)
         if isinstance(query, str):
             if self._embedder is None:
                 raise RetrieverError("no embedder: construct the retriever with one to search for a text")
@@ -246,6 +246,25 @@ class Retriever:
         """Records of those ids that exist."""
         wanted = _checked_ids(chunk_ids)
         return self._call(lambda: self._catalog.known(wanted))
+
+    def occurrences(
+        self, ids: Sequence[str] | None, *, namespace: str, filter: Mapping[str, Any] | None = None
+    ) -> list[Occurrence]:
+        """Chunks in their documents, oldest document first, in order: of these documents, or these chunks, or all."""
+        check_namespace(namespace)
+        wanted, where = None if ids is None else _checked_ids(ids), _compiled(filter)
+        return self._call(lambda: self._catalog.occurrences(namespace, wanted, where))
+
+    def vectors(self, chunk_ids: Sequence[str]) -> Vectors:
+        """The stored unit vectors, float32 `[n, d]`, in the order of the ids. Raises UnknownChunkError."""
+        wanted = _checked_ids(chunk_ids)
+        found = self._call(lambda: self._catalog.vectors(wanted))
+        lacking = [chunk_id for chunk_id in wanted if chunk_id not in found]
+        if lacking:
+            raise UnknownChunkError(f"chunk {lacking[0]!r} has no stored vector")
+        identity = self._call(lambda: self._catalog.identity())
+        dimension = 0 if identity is None else identity[1]
+        return np.stack([found[i] for i in wanted]) if wanted else np.zeros((0, dimension), dtype=np.float32)
 
     def chunk_ids(self, namespace: str | None = None) -> list[str]:
         """Chunk ids of one namespace, or of all, oldest first."""
@@ -556,6 +575,13 @@ def _document_write(
                 f"document {document_id!r} has {len(encoded)} metadata entries for {len(chunks)} chunks"
             )
     return DocumentWrite(document_id, namespaces.pop(), tuple(chunks), encoded)
+
+
+def _compiled(filter: Mapping[str, Any] | None) -> Filter | None:
+    where = None if filter is None else compile_filter(filter)
+    if where is not None and len(where.parameters) > MAX_PARAMETERS:
+        raise RetrieverError("the filter is too large: use $in with a list instead of many conditions")
+    return where
 
 
 def _checked_ids(ids: Any) -> list[str]:

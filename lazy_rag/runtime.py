@@ -19,13 +19,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from lazy_rag import streaming
-from lazy_rag.answer import Answer, Explanation, make_answer
+from lazy_rag.answer import Answer, Explanation, Source, make_answer
 from lazy_rag.arguments import checked_keywords
 from lazy_rag.building import Settings, build
 from lazy_rag.documents import load_documents
@@ -268,11 +270,39 @@ class Runtime:
 
     @checked_keywords()
     def retrieve(
-        self, query: str, k: int = 5, *, filter: Mapping[str, Any] | None = None, namespace: str | None = None
+        self,
+        query: str | NDArray[Any],
+        k: int = 5,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        namespace: str | None = None,
     ) -> list[Hit]:
-        """The k chunks most similar to the query, best first; `filter` on metadata applies before top-k."""
+        """The k chunks most similar to the query (a text, or a vector `[d]`), best first; `filter` on metadata applies
+        before top-k."""
         self._require_open()
         return self._preparer.retrieve(query, k, filter, namespace)
+
+    @checked_keywords()
+    def sources(
+        self,
+        ids: Sequence[str] | None = None,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        namespace: str | None = None,
+    ) -> list[Source]:
+        """What is indexed: the chunks of these documents, or these chunks, or all; oldest document first, in order.
+
+        Ids that are not there give nothing. A chunk that stands in several documents is given for each of them.
+        """
+        self._require_open()
+        wanted = None if ids is None else list(_listed(ids, "ids"))
+        found = self._retriever.occurrences(wanted, namespace=self._preparer.space(namespace), filter=filter)
+        return [Source(ChunkId(o.chunk_id), o.text, None, o.document_id, o.metadata) for o in found]
+
+    def vectors(self, chunk_ids: Sequence[str]) -> NDArray[np.float32]:
+        """The stored unit vectors of chunks, float32 `[n, d]`. Raises UnknownChunkError."""
+        self._require_open()
+        return self._retriever.vectors(list(_listed(chunk_ids, "chunk_ids")))
 
     # asking
 
@@ -386,13 +416,17 @@ class Runtime:
         self._engine.call(lambda: self._engine.cache.unpin(chunks)).result()
 
     @checked_keywords()
-    def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> None:
-        """Delete documents or chunks by id: vector, text and KV, in memory and on disk."""
+    def delete(self, ids: Sequence[str], *, missing_ok: bool = False, namespace: str | None = None) -> None:
+        """Delete documents or chunks by id: vector, text and KV, in memory and on disk.
+
+        Raises UnknownChunkError, with nothing deleted, for an id that is not there; `missing_ok` passes over those.
+        """
         self._require_open()
         gone = list(_listed(ids, "ids"))
         if not all(isinstance(i, str) for i in gone):
             raise UnknownChunkError("document and chunk ids are strings")
-        removed = self._retriever.delete(gone, namespace=self._preparer.space(namespace)).removed
+        space = self._preparer.space(namespace)
+        removed = self._retriever.delete(gone, namespace=space, missing_ok=missing_ok).removed
         self._forget(removed)
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
