@@ -64,8 +64,8 @@ class ChunkRecord:
 @dataclass(frozen=True)
 class Hit:
     """One search result. `score` is the cosine similarity in [-1, 1], higher is better. `document_id`, `ordinal` (place
-    of the chunk in its document) and `metadata` belong to the oldest matching occurrence of the chunk; `siblings` counts
-    the chunks of its document, itself included."""
+    of the chunk in its document), `siblings` (how many chunks that document has, this one included) and `metadata`
+    belong to the oldest matching occurrence of the chunk."""
 
     chunk_id: str
     text: str
