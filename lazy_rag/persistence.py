@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from lazy_rag.building import Parts, Settings
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
+from lazy_rag.progress import progress_bar
 from lazy_rag.retriever import Retriever
 from lazy_rag.store import KVRecords, Manifest, lock_folder, open_folder, read_manifest, write_manifest
 
@@ -115,8 +114,11 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     retriever.save(target.folder)
     resident = engine.call(lambda: [entry.chunk for entry in engine.cache]).result()
     held = _held(parts, retriever)
-    for chunk in tqdm([c for c in resident if c.id in held], desc="save", unit="chunk", disable=not progress):
-        engine.call(lambda chunk=chunk: engine.residency.write_record(chunk, records)).result()  # type: ignore[misc]
+    kept = [c for c in resident if c.id in held]
+    with progress_bar(len(kept), "save", "chunk", disable=not progress) as bar:
+        for chunk in kept:
+            engine.call(lambda chunk=chunk: engine.residency.write_record(chunk, records)).result()  # type: ignore[misc]
+            bar.update()
     # evicted chunks of this runtime's own store belong to a copy too
     if parts.records is not None and parts.records.folder != target.folder:
         for chunk in _chunks(parts, retriever, held):

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import asdict
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from lazy_rag import streaming
-from lazy_rag.answer import Answer, Explanation, Source, make_answer
+from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
 from lazy_rag.arguments import checked_keywords
 from lazy_rag.building import Settings, build
+from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
@@ -41,12 +41,14 @@ from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import OpenStore, check_store, load_arguments, make_manifest, same_folder, write_store
 from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions, known_namespace
+from lazy_rag.progress import progress_bar
 from lazy_rag.prompt import Message
 from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
-from lazy_rag.stats import Stats
+from lazy_rag.stats import Occupancy, Stats
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
+RECEIPTS = 256  # how many are kept
 
 
 class Runtime:
@@ -169,6 +171,7 @@ class Runtime:
             undo.pop_all()
         self._preparer = Preparer(self._parts, self._retriever, namespace=namespace, repair=repair)
         self.last_answer: Answer | None = None
+        self.receipts: deque[Receipt] = deque(maxlen=RECEIPTS)  # of the latest requests, oldest first
         # a runtime nobody holds any more gives back thread, pages and model
         self._finalizer = weakref.finalize(
             self, _let_go, self._engine, self._retriever, self._parts.model, self._store, os.getpid()
@@ -258,7 +261,7 @@ class Runtime:
         job = self._engine.encode(chunks, evict=evict, pin=pin, on_progress=done.put)
         job.future.add_done_callback(lambda _: done.put(None))
         try:
-            with tqdm(total=len(chunks), desc="encode", unit="chunk", disable=not self._progress) as bar:
+            with progress_bar(len(chunks), "encode", "chunk", disable=not self._progress) as bar:
                 while (step := done.get()) is not None:
                     bar.update(step)
         except BaseException:  # Ctrl-C, say
@@ -465,6 +468,45 @@ class Runtime:
         documents = len(self._retriever.documents(self._preparer.space(None)))
         return Stats(documents=documents, chunks_indexed=len(self._retriever), **engine.call(read).result())
 
+    def occupancy(self) -> dict[str, Occupancy]:
+        """What each tier holds now, by its name in receipts; the disk only with a store, whose files are listed."""
+        self._require_open()
+        engine, records = self._engine, self._parts.records
+
+        def read() -> Occupancy:
+            pool = engine.pool
+            pages = sum(len(entry.pages) for entry in engine.cache)
+            return Occupancy(len(engine.cache), pages * pool.page_bytes, pool.num_pages * pool.page_bytes)
+
+        tiers = {engine.residency.pool_tier: engine.call(read).result()}
+        if records is not None:
+            sizes = records.sizes()
+            tiers["disk"] = Occupancy(len(sizes), sum(sizes), None)
+        return tiers
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
+    def about(self) -> dict[str, str]:
+        """What this runtime is made of, in words."""
+        model = self._parts.model
+        return {
+            "model": str(self._manifest.model or model.model.name_or_path or type(model.model).__name__),
+            "on": f"{model.device}, {str(model.dtype).removeprefix('torch.')}",
+            "embedder": "none" if self.embeddings is None else self.embeddings.name,
+            "context": f"{self._parts.max_context} tokens",
+            "store": "none" if self._store is None else str(self._store.folder),
+            "state": "closed" if self._closed else "open",
+        }
+
+    def __repr__(self) -> str:
+        return f"Runtime({', '.join(f'{name}: {value}' for name, value in self.about().items())})"
+
+    def _repr_html_(self) -> str:
+        return runtime_html(self)
+
     def check(self) -> list[str]:
         """Broken invariants of the page pool and the chunk cache; empty when all is well."""
         return self._engine.call(self._engine.check).result()
@@ -561,6 +603,7 @@ class Runtime:
 
     def _answer(self, prepared: Prepared, completion: Completion) -> Answer:
         self.last_answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve)
+        self.receipts.append(self.last_answer.receipt)
         return self.last_answer
 
     def _require_open(self) -> None:

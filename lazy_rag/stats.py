@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Occupancy:
+    """What one tier holds. `limit_bytes`: the most it may hold, None without a bound."""
+
+    chunks: int
+    bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True)
 class Stats:
     """Sizes now, and totals since the runtime started. Hits and misses count chunk uses of requests."""
 
@@ -30,3 +39,8 @@ class Stats:
         """Share of chunk uses found in a cache, 0 to 1; 0 before any use."""
         uses = self.chunk_hits + self.chunk_misses
         return self.chunk_hits / uses if uses else 0.0
+
+    def _repr_html_(self) -> str:
+        from lazy_rag.display import stats_html
+
+        return stats_html(self)

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -220,6 +220,14 @@ class KVRecords:
                 pass
             except OSError as error:
                 raise StoreError(f"cannot delete {str(path)!r}: {error}") from error
+
+    def sizes(self) -> list[int]:
+        """Bytes of every record's file."""
+        sizes = []
+        for path in (self.folder / "kv").glob("*/*.safetensors"):
+            with suppress(OSError):  # deleted meanwhile
+                sizes.append(path.stat().st_size)
+        return sizes
 
     def ids(self) -> list[ChunkId]:
         return sorted(ChunkId(path.stem) for path in (self.folder / "kv").glob("*/*.safetensors"))

@@ -25,7 +25,7 @@ def run(engine: Engine, layout: PromptLayout, sampling: SamplingParams, *, wants
 
 
 class TextIterator(Iterator[str]):
-    """Pieces of text as they come; `done` gets the completion at the end.
+    """Pieces of text as they come; `done` gets the completion at the end, and what it gives is `answer` from then on.
 
     The request is submitted with the first `next`. `close` cancels it, from any thread, also while another one waits in
     `next` (a generator could not be closed there).
@@ -37,6 +37,7 @@ class TextIterator(Iterator[str]):
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ticket: Ticket | None = None
         self._closed = False
+        self.answer: Any = None
 
     def __next__(self) -> str:
         if self._closed:
@@ -54,7 +55,7 @@ class TextIterator(Iterator[str]):
         cancelled, self._closed = self._closed, True
         completion = self._ticket.future.result()
         if not cancelled:
-            self._done(completion)
+            self.answer = self._done(completion)
         raise StopIteration
 
     def close(self) -> None:
@@ -62,6 +63,12 @@ class TextIterator(Iterator[str]):
         self._closed = True
         if self._ticket is not None:
             _give_up(self._ticket)
+
+    def _ipython_display_(self) -> None:
+        """The last line of a notebook's cell shows itself: the text as it comes, then the answer."""
+        from lazy_rag.notebook import show
+
+        show(self)
 
     def __del__(self) -> None:
         if not self._closed:
