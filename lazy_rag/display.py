@@ -109,7 +109,7 @@ def receipt_html(receipt: Receipt) -> str:
     """A receipt: where the prompt's tokens came from, where the time went, and every chunk."""
     times = receipt.times
     rest = max(0.0, times.first_token - times.queue - times.encode - times.prefill)
-    rows = [_row(use, str(number), None) for number, use in enumerate(receipt.chunks[:MAX_PARTS], 1)]
+    rows = [_row(use, str(number)) for number, use in enumerate(receipt.chunks[:MAX_PARTS], 1)]
     return _page(
         _shares(f"prompt, {_count(receipt.prompt_tokens, 'token')}", _token_shares(receipt), str),
         _shares(
@@ -130,7 +130,7 @@ def receipt_html(receipt: Receipt) -> str:
                 f"{_count(receipt.tokens_generated, 'token')} generated",
             ]
         ),
-        _rows(rows, len(receipt.chunks)),
+        _rows(rows, len(receipt.chunks), _USE_HEAD),
     )
 
 
@@ -329,31 +329,37 @@ def _table(answer: Answer) -> str:
     sources = {source.chunk_id: source for source in answer.sources}
     numbers = _numbers(answer.layout)
     uses = answer.receipt.chunks
-    rows = [_row(use, numbers.get(use.chunk_id, ""), sources.get(use.chunk_id)) for use in uses[:MAX_PARTS]]
-    return _rows(rows, len(uses))
+    rows = [
+        _row(use, numbers.get(use.chunk_id, ""), _source_cells(numbers.get(use.chunk_id), sources.get(use.chunk_id)))
+        for use in uses[:MAX_PARTS]
+    ]
+    return _rows(rows, len(uses), _USE_HEAD + '<th class="lr-n">score</th><th>source</th>')
 
 
-def _rows(rows: list[str], count: int) -> str:
+_USE_HEAD = '<th></th><th>chunk</th><th class="lr-n">offset</th><th class="lr-n">tokens</th><th>found in</th>'
+
+
+def _rows(rows: list[str], count: int, head: str) -> str:
     """The table of chunks from its rows; `count` of them in all."""
     if count > len(rows):
         rows = [*rows, f'<tr><td colspan="7" class="lr-dim">{count - len(rows)} more</td></tr>']
-    head = (
-        '<tr><th></th><th>chunk</th><th class="lr-n">offset</th><th class="lr-n">tokens</th><th>found in</th>'
-        '<th class="lr-n">score</th><th>source</th></tr>'
-    )
-    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _row(use: ChunkUse, name: str, source: Source | None) -> str:
+def _row(use: ChunkUse, name: str, more: str = "") -> str:
     number = "" if name == "prefix" else name
     tier = "encoded now" if use.tier == "encoded" else use.tier
-    score = "" if source is None or source.score is None else f"{source.score:.2f}"
-    origin = _source_cell(source) if source is not None else "encode prefix" if name == "prefix" else ""
     return (
         f"<tr><td>{number}</td><td><code>{escape(use.chunk_id[:12])}</code></td>"
         f'<td class="lr-n">{use.offset}</td><td class="lr-n">{use.length}</td>'
-        f'<td class="lr-tier">{escape(tier)}</td><td class="lr-n">{score}</td><td>{origin}</td></tr>'
+        f'<td class="lr-tier">{escape(tier)}</td>{more}</tr>'
     )
+
+
+def _source_cells(name: str | None, source: Source | None) -> str:
+    score = "" if source is None or source.score is None else f"{source.score:.2f}"
+    origin = _source_cell(source) if source is not None else "encode prefix" if name == "prefix" else ""
+    return f'<td class="lr-n">{score}</td><td>{origin}</td>'
 
 
 def _source_cell(source: Source) -> str:

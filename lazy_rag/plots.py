@@ -139,7 +139,7 @@ def _figure(x: str, y: str, *, height: float = 3.2) -> tuple[Figure, Axes]:
 
         def _repr_png_(self) -> bytes:
             data = io.BytesIO()
-            self.savefig(data, format="png", dpi=120)
+            self.savefig(data, format="png", dpi=120, bbox_inches="tight")
             return data.getvalue()
 
     figure = ShownFigure(figsize=(7.5, height), layout="constrained", facecolor="none")
