@@ -41,7 +41,7 @@ from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import OpenStore, check_store, load_arguments, make_manifest, same_folder, write_store
 from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions, known_namespace
-from lazy_rag.progress import progress_bar
+from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.prompt import Message
 from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
@@ -135,7 +135,7 @@ class Runtime:
         policy = make_policy(policy)
         if live and dtype is not None and settings.dtype != model.dtype:
             raise ConfigError(f"the model is {model.dtype}: convert it, or leave dtype out")
-        with ExitStack() as undo:
+        with ExitStack() as undo, loading_bars(self._progress):
             self._store = None if store is None else undo.enter_context(OpenStore(store))
             loaded, self.tokenizer = load_model(
                 model,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,22 +14,9 @@ import pytest
 from lazy_rag import LazyRAGError, Runtime, SamplingParams
 from lazy_rag.notebook import find_runtime, show
 from tests.fixtures import make_runtime
+from tests.notebooks import run_cells
 
-nbformat = pytest.importorskip("nbformat")
-NotebookClient = pytest.importorskip("nbclient").NotebookClient
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def run_cells(*cells: str) -> list[list[Any]]:
-    """The outputs of each cell, run one after another in one new kernel. An error of a cell fails the test, unless the
-    cell begins with "# raises"."""
-    notebook = nbformat.v4.new_notebook()
-    for cell in cells:
-        tags = ["raises-exception"] if cell.startswith("# raises") else []
-        notebook.cells.append(nbformat.v4.new_code_cell(cell, metadata={"tags": tags}))
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
-    return [cell.outputs for cell in notebook.cells]
+pytest.importorskip("nbclient")
 
 
 def printed(outputs: list[Any], name: str = "stdout") -> str:
@@ -104,9 +91,7 @@ def cells() -> dict[str, list[Any]]:
         "plot": "plot_hit_ratio(rt)",
         "close": "rt.close()\nrt",
     }
-    import textwrap
-
-    outputs = run_cells(*(textwrap.dedent(step).strip() for step in steps.values()))
+    outputs = run_cells([textwrap.dedent(step).strip() for step in steps.values()])
     return dict(zip(steps, outputs, strict=True))
 
 
