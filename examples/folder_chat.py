@@ -56,7 +56,7 @@ assert "nine" not in " ".join(source.text for source in answer.sources)
 
 # %%
 rt.delete([str((folder / "staff.md").resolve())])
-print([source.metadata["file_name"] for source in rt.sources()])
+print([source.metadata["file_name"] for source in rt.find()])
 answer = rt.query("Who is the head of the library?", k=5, sampling=greedy)
 assert "Valdez" not in " ".join(source.text for source in answer.sources)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lazy_rag.prompt import Message
     from lazy_rag.runtime import Runtime
     from lazy_rag.sampling import SamplingParams
+    from lazy_rag.tools import ToolCall
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "SamplingParams": "sampling",
     "Segment": "layout",
     "Source": "answer",
+    "ToolCall": "tools",
 }
 __all__ = [
     "Answer",
@@ -45,6 +47,7 @@ __all__ = [
     "SamplingParams",
     "Segment",
     "Source",
+    "ToolCall",
 ]
 
 

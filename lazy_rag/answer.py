@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from lazy_rag.errors import IncompleteAnswerError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import PromptLayout
 from lazy_rag.requests import ChunkUse, Completion, Times
+from lazy_rag.tools import ToolCall
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ class Answer:
     """`finish_reason`: "stop" (end token or stop string), "length" or "cancelled".
 
     `dropped` lists chunks that did not fit the context, lowest-ranked last. `logprobs` are of the chosen tokens under
-    the model's own distribution, when `SamplingParams(logprobs=True)`.
+    the model's own distribution, when `SamplingParams(logprobs=True)`. `tool_calls`: the calls a chat with `tools` asks
+    for; the text is empty then.
     """
 
     text: str
@@ -103,6 +107,17 @@ class Answer:
     logprobs: tuple[float, ...] | None
     token_ids: tuple[int, ...]
     layout: PromptLayout
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def json(self) -> Any:
+        """The text read as JSON. Raises IncompleteAnswerError when it is none, having been cut off, say."""
+        try:
+            return json.loads(self.text)
+        except ValueError as error:
+            raise IncompleteAnswerError(
+                f"the answer is no complete JSON (finish_reason {self.finish_reason!r}): ask with "
+                "SamplingParams(json_schema=...), leave stop strings out, or raise max_tokens"
+            ) from error
 
     def __str__(self) -> str:
         return self.text

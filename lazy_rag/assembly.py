@@ -7,14 +7,17 @@ The opening is the encode prefix itself whenever the prompt begins with exactly 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, ChunkRange, LayoutBuilder, Live, PromptLayout
 from lazy_rag.prompt import ChatFormat, Message
 from lazy_rag.tokens import TextTokenizer
+from lazy_rag.tools import ToolCall
 
 
 @dataclass(frozen=True)
@@ -76,19 +79,12 @@ class Assembler:
                 break
             kept += 1
         builder = LayoutBuilder(self._prefix, self._page_size)
-        self._open(builder, parts.before)
+        open_with(builder, self._prefix, parts.before)
         for group in groups[:kept]:
             builder.live(group.lead)
             builder.segment(group.placed.chunk, group.placed.start, group.placed.length)
         builder.live(tail).live(parts.question).live(parts.after)
         return builder.build(group.placed.chunk.id for group in groups[kept:])
-
-    def _open(self, builder: LayoutBuilder, before: tuple[int, ...]) -> None:
-        prefix = self._prefix
-        if prefix is not None and before[: len(prefix)] == prefix.token_ids:
-            builder.segment(prefix)
-            before = before[len(prefix) :]
-        builder.live(before)
 
     def _grouped(self, pieces: Sequence[Placed | Live]) -> tuple[list[_Group], tuple[int, ...]]:
         groups: list[_Group] = []
@@ -114,21 +110,45 @@ class _Group:
         return len(self.lead) + self.placed.tokens
 
 
-def as_messages(messages: str | Sequence[Message | dict[str, str]]) -> tuple[str, list[Message]]:
-    """(last user text, earlier messages) of a chat given as one text, or as messages ending with the user's."""
-    if isinstance(messages, str):
-        return messages, []
-    turns = as_history(messages)
-    if not turns or turns[-1].role != "user":
-        raise ConfigError("the last message must be the user's")
-    return turns[-1].content, turns[:-1]
+def open_with(builder: LayoutBuilder, prefix: Chunk | None, before: tuple[int, ...]) -> None:
+    """Begin a prompt: the encode prefix is a segment where the prompt begins with exactly its tokens."""
+    if prefix is not None and before[: len(prefix)] == prefix.token_ids:
+        builder.segment(prefix)
+        before = before[len(prefix) :]
+    builder.live(before)
 
 
 def as_history(messages: Sequence[Message | dict[str, str]]) -> list[Message]:
+    if isinstance(messages, str):
+        raise ConfigError("messages must be a list of Message objects or dicts, not a string")
     try:
-        return [m if isinstance(m, Message) else Message(m["role"], m["content"]) for m in messages]
-    except (TypeError, KeyError) as error:
-        raise ConfigError("messages must be Message objects or dicts with 'role' and 'content'") from error
+        return [m if isinstance(m, Message) else _message(**m) for m in messages]
+    except TypeError as error:
+        raise ConfigError(
+            "messages must be Message objects or dicts with 'role', 'content' and, of tools, 'tool_calls', "
+            f"'tool_call_id' and 'name': {error}"
+        ) from error
+
+
+def _message(
+    role: str, content: Any, tool_calls: Any = (), tool_call_id: str | None = None, name: str | None = None
+) -> Message:
+    calls = tuple(call if isinstance(call, ToolCall) else _call(call) for call in tool_calls or ())
+    return Message(role, content, calls, tool_call_id, name)
+
+
+def _call(call: Any) -> ToolCall:
+    """A call given in OpenAI's form, with its arguments as a mapping or as JSON text."""
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        return ToolCall(
+            function["name"],
+            dict(json.loads(arguments) if isinstance(arguments, str) else arguments),
+            **({"id": call["id"]} if call.get("id") else {}),
+        )
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{call!r} is no tool call: it needs function.name and function.arguments") from error
 
 
 def as_range(piece: ChunkId | str | ChunkRange) -> ChunkRange:

@@ -15,8 +15,10 @@ from lazy_rag_kernels import IMPLS, KernelError, require
 from lazy_rag.assembly import Assembler
 from lazy_rag.cache import CachedChunk, ChunkCache
 from lazy_rag.chunking import Chunker
+from lazy_rag.conversation import Conversations
 from lazy_rag.engine import Engine
 from lazy_rag.errors import ConfigError, LazyRAGError
+from lazy_rag.grammar import Grammars
 from lazy_rag.keys import KeySpace, config_fingerprint, weights_fingerprint
 from lazy_rag.layout import Chunk
 from lazy_rag.model import LanguageModel
@@ -91,7 +93,9 @@ class Parts:
     keys: KeySpace
     chunker: Chunker
     assembler: Assembler
+    conversations: Conversations
     engine: Engine
+    grammars: Grammars
     prefix: Chunk | None
     records: KVRecords | None
     layout: str
@@ -139,6 +143,8 @@ def _build(
         raise ConfigError(f"cache_bytes: a budget of {count} pages cannot be had from this machine: {error}") from error
     if settings.compile:
         model.compile()
+    end_ids = tokens.eos_ids(model.model.generation_config)
+    grammars = Grammars(tokens, model.config.vocab_size, end_ids)
     cache = ChunkCache(pool, make_policy(policy), None if records is None else _spill(pool, records))
     engine = Engine(
         model,
@@ -147,9 +153,10 @@ def _build(
         encode_tokens=settings.encode_tokens,
         impl=settings.impl,
         decode=tokens.decode,
-        end_ids=tokens.eos_ids(model.model.generation_config),
+        end_ids=end_ids,
         records=records,
         max_queue=settings.max_queue,
+        constraint=grammars.constraint,
     )
     base = len(prefix_ids)
     return Parts(
@@ -158,7 +165,9 @@ def _build(
         keys=keys,
         chunker=Chunker(tokens, keys, separator=settings.separator, base=base, max_tokens=max_context - base),
         assembler=Assembler(tokens, chat, prefix=prefix, page_size=settings.page_size, max_context=max_context),
+        conversations=Conversations(tokens, chat, prefix=prefix, page_size=settings.page_size, max_context=max_context),
         engine=engine,
+        grammars=grammars,
         prefix=prefix,
         records=records,
         layout=fields["layout"],

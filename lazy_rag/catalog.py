@@ -78,16 +78,6 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Occurrence:
-    """A chunk in a document, as it was added."""
-
-    chunk_id: str
-    text: str
-    document_id: str
-    metadata: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Change:
     """What a write did: chunk ids that became known, and chunk ids no document refers to any more."""
 
@@ -135,6 +125,8 @@ class Catalog:
 
     def _prepare(self, path: Path | None) -> None:
         try:
+            # SQLite's own lower() knows ASCII only
+            self._db.create_function("casefold", 1, _casefold, deterministic=True)
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.execute("PRAGMA synchronous = FULL")
             with self._transaction():
@@ -279,6 +271,10 @@ class Catalog:
         sql = "SELECT chunk_id FROM chunks WHERE ?1 IS NULL OR namespace = ?1 ORDER BY vector_id"
         return [row[0] for row in self._db.execute(sql, (namespace,))]
 
+    def texts(self) -> Iterator[tuple[str, str, str]]:
+        """(chunk id, text, namespace) of every chunk."""
+        yield from self._db.execute("SELECT chunk_id, text, namespace FROM chunks")
+
     def documents(self, namespace: str) -> list[str]:
         sql = "SELECT document_id FROM documents WHERE namespace = ? ORDER BY document_key"
         return [row[0] for row in self._db.execute(sql, (namespace,))]
@@ -324,6 +320,21 @@ class Catalog:
         pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
         return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
 
+    def find(self, namespace: str, where: Filter | None, ids: Sequence[str] | None) -> list[Hit]:
+        """Every chunk of every document (of those documents or chunks named) that passes the filter; no score."""
+        sql = (
+            "SELECT r.row_id FROM rows r JOIN documents d USING (document_key) JOIN chunks c USING (vector_id) "
+            f"WHERE d.namespace = ? AND {where.sql if where else '1'}"
+        )
+        parameters: tuple[Any, ...] = (namespace, *(where.parameters if where else ()))
+        if ids is not None:
+            listed = json.dumps(list(ids))
+            named = "IN (SELECT value FROM json_each(?))"
+            sql += f" AND (d.document_id {named} OR c.chunk_id {named})"
+            parameters += (listed, listed)
+        rows = self._db.execute(sql + " ORDER BY r.document_key, r.ordinal", parameters).fetchall()
+        return self.hits([(row[0], math.nan) for row in rows])
+
     def hits(self, scored: Sequence[tuple[int, float]]) -> list[Hit]:
         """Hits for (row id, score) pairs, in their order."""
         found = self._db.execute(
@@ -340,17 +351,6 @@ class Catalog:
             values = decode_metadata(metadata)
             result.append(Hit(chunk_id, text, score, values, document_id, ordinal, _tokens(tokens), siblings))
         return result
-
-    def occurrences(self, namespace: str, ids: Sequence[str] | None, where: Filter | None) -> list[Occurrence]:
-        """Chunks of a namespace in their documents, oldest document first; `ids`: of those documents or chunks only."""
-        found = self._db.execute(
-            "SELECT c.chunk_id, c.text, d.document_id, r.metadata FROM rows r JOIN chunks c USING (vector_id) "
-            "JOIN documents d USING (document_key) WHERE d.namespace = ?1 AND (?2 IS NULL "
-            "OR d.document_id IN (SELECT value FROM json_each(?2)) OR c.chunk_id IN (SELECT value FROM json_each(?2))) "
-            f"AND {where.sql if where else '1'} ORDER BY r.document_key, r.ordinal",
-            (namespace, None if ids is None else json.dumps(list(ids)), *(where.parameters if where else ())),
-        )
-        return [Occurrence(row[0], row[1], row[2], decode_metadata(row[3])) for row in found]
 
     def vectors(self, chunk_ids: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         """Unit vectors float32 `[d]` of those chunks that have one."""
@@ -612,7 +612,11 @@ def compile_filter(condition: Mapping[str, Any]) -> Filter:
 
     A missing key counts as None. Values match by type: True is not 1 and "1" is not 1, but 1 is 1.0. `$ne` and `$nin`
     are the exact opposites of `$eq` and `$in`; `$gt` and its kin compare numbers with numbers and strings (by code
-    point) with strings and match nothing else. Raises RetrieverError for anything else."""
+    point) with strings and match nothing else. `$contains`: a list holds the value, or a string contains it; `$any` and
+    `$all`: it contains any, or all, of several. `$text` and `$itext`: a string contains another, the latter in any
+    case. `$empty`: missing, None, "" or [].
+
+    Raises RetrieverError for anything else."""
     try:
         return _compile(condition, 0)
     except ValueError as error:  # Python writes no whole number of thousands of digits, not even into a message
@@ -660,6 +664,12 @@ def _compile_operator(key: str, operator: Any, operand: Any) -> Filter:
         member = _member(key, [operand])
     elif operator in _ORDER:
         return _ordered(key, operator, operand)
+    elif operator in ("$contains", "$any", "$all"):
+        return _containing(key, operator, operand)
+    elif operator in ("$text", "$itext"):
+        return _text_match(key, operator, operand)
+    elif operator == "$empty":
+        return _empty(key, operand)
     else:
         raise RetrieverError(f"unknown filter operator {operator!r} for {key!r}")
     return Filter(f"(NOT {member.sql})", member.parameters) if operator in ("$ne", "$nin") else member
@@ -699,6 +709,58 @@ def _ordered(key: str, operator: str, operand: Any) -> Filter:
     value = json.dumps(operand if isinstance(operand, str) else _number(key, operand))
     test = f"json_extract(r.metadata, ?) {_ORDER[operator]} json_extract(?, '$')"
     return Filter(f"(IFNULL(json_type(r.metadata, ?) IN ({kinds}), 0) AND {test})", (path, path, value))
+
+
+def _containing(key: str, operator: str, operand: Any) -> Filter:
+    values = [operand] if operator == "$contains" else operand
+    if not isinstance(values, list | tuple | set | frozenset):
+        raise RetrieverError(f"{operator} for {key!r} needs a list, not {operand!r}")
+    parts = [_contains(key, value) for value in values]
+    return _joined(parts, "AND" if operator == "$all" else "OR", "1" if operator == "$all" else "0")
+
+
+def _contains(key: str, value: Any) -> Filter:
+    """The metadata value is a list with this element, or a string with this part."""
+    path = f'$."{_quoted(key)}"'
+    element = "EXISTS (SELECT 1 FROM json_each(r.metadata, ?) e WHERE "
+    is_list = "json_type(r.metadata, ?) IS 'array' AND "
+    if isinstance(value, bool):
+        return Filter(f"({is_list}{element}e.type = ?))", (path, path, str(value).lower()))
+    if isinstance(value, str):
+        in_list = Filter(
+            f"({is_list}{element}e.type = 'text' AND e.value = json_extract(?, '$')))", (path, path, json.dumps(value))
+        )
+        return _joined([in_list, _text_match(key, "$text", value)], "OR", "0")
+    number = json.dumps(_number(key, value))
+    equal = "e.type IN ('integer', 'real') AND e.value = json_extract(?, '$')"
+    return Filter(f"({is_list}{element}{equal}))", (path, path, number))
+
+
+def _text_match(key: str, operator: str, operand: Any) -> Filter:
+    if not isinstance(operand, str):
+        raise RetrieverError(f"{operator} for {key!r} needs a string, not {operand!r}")
+    path = f'$."{_quoted(key)}"'
+    value, part = "json_extract(r.metadata, ?)", "json_extract(?, '$')"
+    if operator == "$itext":
+        value, part = f"casefold({value})", f"casefold({part})"
+    test = f"instr({value}, {part}) > 0"
+    return Filter(f"(json_type(r.metadata, ?) IS 'text' AND {test})", (path, path, json.dumps(operand)))
+
+
+def _empty(key: str, operand: Any) -> Filter:
+    if not isinstance(operand, bool):
+        raise RetrieverError(f"$empty for {key!r} needs True or False, not {operand!r}")
+    path = f'$."{_quoted(key)}"'
+    test = "json_type(r.metadata, ?) IS NULL OR json_extract(r.metadata, ?) IS NULL"
+    blank = "json_extract(r.metadata, ?) IN ('', '[]') AND json_type(r.metadata, ?) IN ('text', 'array')"
+    # the text "[]" is not empty, though its JSON looks like an empty list
+    text = "NOT (json_type(r.metadata, ?) IS 'text' AND json_extract(r.metadata, ?) = '[]')"
+    sql = f"({test} OR ({blank} AND {text}))"
+    return Filter(sql if operand else f"(NOT {sql})", (path,) * 6)
+
+
+def _casefold(value: Any) -> Any:
+    return value.casefold() if isinstance(value, str) else value
 
 
 def _number(key: str, value: Any) -> float:

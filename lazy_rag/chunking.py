@@ -29,6 +29,7 @@ class Chunker:
     def __init__(self, tokens: TextTokenizer, keys: KeySpace, *, separator: str, base: int, max_tokens: int) -> None:
         self._tokens = tokens
         self._keys = keys
+        self.separator = separator
         self._separator = tokens.content(separator)
         self._base = base
         self._max_tokens = max_tokens
@@ -50,6 +51,10 @@ class Chunker:
 
     def chunk(self, record: ChunkRecord) -> Chunk:
         return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base)
+
+    def text_tokens(self, record: ChunkRecord) -> int:
+        """How many of a chunk's tokens are its text; the others are the separator."""
+        return len(record.token_ids) - len(self._separator)
 
     def split(self, documents: Sequence[Document], namespace: str, chunk_tokens: int) -> list[list[ChunkRecord]]:
         """The chunks of each document, each at most `chunk_tokens` long with its separator."""

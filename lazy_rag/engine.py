@@ -27,6 +27,7 @@ from lazy_rag.cache import CachedChunk, ChunkCache
 from lazy_rag.errors import CacheFullError, LazyRAGError, QueueFullError, RuntimeClosedError
 from lazy_rag.execution import Executor, Logits
 from lazy_rag.futures import as_lazy_error, resolve, set_exception, set_result
+from lazy_rag.grammar import Constraint
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, Segment
 from lazy_rag.model import LanguageModel
@@ -47,6 +48,7 @@ class Engine:
         encode_tokens: most rows in one forward pass.
         decode: token ids to text.
         end_ids: tokens that end an answer.
+        constraint: the grammar an answer has to follow, from its sampling parameters.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Engine:
         end_ids: frozenset[int],
         records: Records | None = None,
         max_queue: int | None = None,
+        constraint: Callable[[SamplingParams], Constraint | None] = lambda _: None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -76,6 +79,7 @@ class Engine:
         self._flight: Flight | None = None
         self._decode = decode
         self._end_ids = end_ids
+        self._constraint = constraint
         self._max_queue = max_queue
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
@@ -382,7 +386,8 @@ class Engine:
             uses.append(ChunkUse(s.chunk_id, s.offset, s.start, s.length, tier))
             seen.add(s.chunk_id)
         request.uses = tuple(uses)
-        request.sampler = Sampler(request.sampling, self.model.device, layout.token_ids)
+        constraint = self._constraint(request.sampling)
+        request.sampler = Sampler(request.sampling, self.model.device, layout.token_ids, constraint)
         request.stream = TextStream(self._decode, request.sampling.stop_strings)
         for entry in request.leases:
             self.cache.used(entry)
@@ -433,7 +438,7 @@ class Engine:
         if token in self._end_ids and not request.sampling.ignore_eos:
             return "stop"
         self._deliver(request, stream.push(token))
-        if stream.stopped:
+        if stream.stopped or sampler.finished_after(len(request.token_ids)):
             return "stop"
         if len(request.token_ids) >= request.sampling.max_tokens:
             return "length"

@@ -54,6 +54,10 @@ class StoreError(LazyRAGError):
     """A store folder cannot be used: unwritable, of another schema, or of another model."""
 
 
+class IncompleteAnswerError(LazyRAGError):
+    """An answer was cut off before it was complete JSON."""
+
+
 class EngineError(LazyRAGError):
     """A step failed inside the engine; the original exception is chained as `__cause__`."""
 

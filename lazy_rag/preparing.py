@@ -7,22 +7,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lazy_rag.answer import Source
-from lazy_rag.assembly import Placed, as_history, as_messages, as_range
+from lazy_rag.assembly import Placed, as_history, as_range
 from lazy_rag.building import Parts
+from lazy_rag.conversation import Part, split_at_anchors
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
+from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
 from lazy_rag.prompt import Message
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.sampling import SamplingParams
+from lazy_rag.tools import ToolUse
 
 Piece = str | ChunkRange | Live
+ChatMessages = str | Sequence[Message | dict[str, Any]]
 
 
 class RequestOptions(TypedDict, total=False):
@@ -42,6 +45,21 @@ class RequestOptions(TypedDict, total=False):
     namespace: str | None
 
 
+class ChatOptions(RequestOptions, total=False):
+    """RequestOptions, and what is for conversations only.
+
+    anchor:              serve added chunks from the cache wherever their text stands verbatim in the messages
+    tools:               functions the model may call: mappings with name, description and parameters (OpenAI's form)
+    tool_choice:         "auto", "required", "none", or a tool's name
+    parallel_tool_calls: whether an answer may hold several calls
+    """
+
+    anchor: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | None
+    parallel_tool_calls: bool
+
+
 class QueryOptions(RequestOptions, total=False):
     """RequestOptions, and `filter`: conditions on metadata, applied before top-k."""
 
@@ -56,6 +74,7 @@ class Prepared:
     sampling: SamplingParams
     sources: tuple[Source, ...]
     retrieve: float  # seconds spent finding the chunks
+    tools: ToolUse | None = None
 
 
 def known_namespace(namespace: str) -> str:
@@ -78,14 +97,18 @@ class Preparer:
         return self._namespace if namespace is None else known_namespace(namespace)
 
     def retrieve(
-        self, query: str | NDArray[Any], k: int, condition: Mapping[str, Any] | None, namespace: str | None
+        self, query: str | Sequence[float], k: int, condition: Mapping[str, Any] | None, namespace: str | None
     ) -> list[Hit]:
-        if not isinstance(query, np.ndarray) and (not isinstance(query, str) or not query.strip()):
+        if not isinstance(query, str):
+            return self._retriever.search(np.asarray(query), k, namespace=self.space(namespace), filter=condition)
+        if not query.strip():
             raise EmptyQuestionError("the question has no text")
         return self._retriever.search(query, k, namespace=self.space(namespace), filter=condition)
 
     def query(self, question: str, k: int, options: QueryOptions) -> Prepared:
         """A question with the chunks found for it. What was found is used even if it is deleted meanwhile."""
+        if not isinstance(question, str):
+            raise EmptyQuestionError("the question must be a text")
         started = time.perf_counter()
         rest: RequestOptions = {key: value for key, value in options.items() if key != "filter"}  # type: ignore[assignment]
         hits = self.retrieve(question, k, options.get("filter"), options.get("namespace"))
@@ -95,12 +118,83 @@ class Preparer:
         sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata) for h in hits]
         return replace(self._lay_out(question, placed, sources, rest), retrieve=found)
 
-    def chat(
-        self, messages: str | Sequence[Message | dict[str, str]], chunk_ids: Sequence[Piece], options: RequestOptions
+    def chat(self, messages: ChatMessages, chunk_ids: Sequence[Piece], options: ChatOptions) -> Prepared:
+        rest: RequestOptions = {k: v for k, v in options.items() if k in RequestOptions.__annotations__}  # type: ignore[assignment]
+        tools = ToolUse.of(options.get("tools"), options.get("tool_choice"), options.get("parallel_tool_calls", True))
+        turns = [Message("user", messages)] if isinstance(messages, str) else as_history(messages)
+        turns = [*as_history(options.get("history") or ()), *turns]
+        special = any(turn.pieces or turn.tool_calls or turn.role == "tool" for turn in turns)
+        if not (special or options.get("anchor") or tools is not None):
+            if not turns or turns[-1].role != "user":
+                raise ConfigError("the last message must be the user's")
+            return self.request(turns[-1].content, chunk_ids, {**rest, "history": turns[:-1]})
+        return self._converse(turns, chunk_ids, tools, bool(options.get("anchor")), rest)
+
+    def _converse(
+        self,
+        turns: list[Message],
+        chunk_ids: Sequence[Piece],
+        tools: ToolUse | None,
+        anchor: bool,
+        options: RequestOptions,
     ) -> Prepared:
-        question, earlier = as_messages(messages)
-        history = [*as_history(options.get("history") or ()), *earlier]
-        return self.request(question, chunk_ids, {**options, "history": history})
+        """Finished messages, whoever speaks last, with chunks in their contents."""
+        if not turns:
+            raise ConfigError("a conversation needs at least one message")
+        space = self.space(options.get("namespace"))
+        system = options.get("system")
+        if system is not None:
+            turns = _with_system(turns, system)
+        sources: list[Source] = []
+        last = max((n for n, turn in enumerate(turns) if turn.role == "user"), default=len(turns) - 1)
+        contents = []
+        for number, turn in enumerate(turns):
+            parts = self._parts_of(turn, space, anchor, sources)
+            contents.append([*self._placed(chunk_ids, space, sources), *parts] if number == last else parts)
+        sampling = self._sampling(options)
+        if tools is not None:
+            tools = self._parts.conversations.with_format(tools)
+            grammar = tools.grammar()
+            if grammar is not None:
+                if sampling.constrained:
+                    raise ConfigError(
+                        "tools set the form of the answer: leave json_schema, regex and grammar out, or pass "
+                        'tool_choice="none"'
+                    )
+                options = {**options, "sampling": replace(sampling, grammar=grammar)}
+        layout = self._parts.conversations.layout(turns, contents, tools=tools, max_tokens=sampling.max_tokens)
+        repair = options.get("repair")
+        prepared = self._finish(layout, options, self._repair if repair is None else repair, [])
+        used = {segment.chunk_id for segment in layout.segments}
+        kept = {source.chunk_id: source for source in sources if source.chunk_id in used}
+        return replace(prepared, sources=tuple(kept.values()), tools=tools)
+
+    def _parts_of(self, turn: Message, namespace: str, anchor: bool, sources: list[Source]) -> list[Part]:
+        """A message's content as text and chunks."""
+        parts: list[Part] = []
+        for piece in turn.pieces or (turn.content,):
+            if isinstance(piece, ChunkRange):
+                parts += self._placed([piece], namespace, sources)
+            elif isinstance(piece, str) and anchor:
+                find = partial(self._anchors, namespace=namespace, sources=sources)
+                parts += split_at_anchors(piece, find, self._parts.chunker.separator)
+            else:
+                parts.append(piece)
+        return parts
+
+    def _anchors(self, text: str, *, namespace: str, sources: list[Source]) -> list[tuple[int, int, Chunk, int]]:
+        """(start, stop, chunk, tokens of its text) of every chunk that stands in a text."""
+        anchors = self._retriever.anchors.find(text, namespace)
+        records = self._retriever.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
+        found = []
+        for start, stop, chunk_id in ((a.start, a.stop, a.chunk_id) for a in anchors):
+            record = records.get(chunk_id)
+            # deleted meanwhile, say: the text is live then
+            if record is None or record.namespace != namespace or record.text != text[start:stop]:
+                continue
+            found.append((start, stop, self._chunk(record), self._parts.chunker.text_tokens(record)))
+            sources.append(Source(ChunkId(chunk_id), record.text))
+        return found
 
     def request(self, question: str | PromptLayout, chunk_ids: Sequence[Piece], options: RequestOptions) -> Prepared:
         """A question with given chunks, or a layout made before."""
@@ -134,6 +228,7 @@ class Preparer:
             )
         sampling = self._sampling(options)
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        self._parts.grammars.require(sampling)
         # dropped pieces are the last ones, so what is left of the sources are the first
         kept = sources[: len(sources) - len(layout.dropped)]
         return Prepared(layout, sampling, tuple(kept), 0.0)
@@ -163,7 +258,7 @@ class Preparer:
             sources.append(Source(part.chunk_id, record.text))
         return pieces
 
-    def _chunk(self, record: ChunkRecord) -> Any:
+    def _chunk(self, record: ChunkRecord) -> Chunk:
         return self._parts.chunker.chunk(record)
 
     def _own(self, layout: PromptLayout) -> PromptLayout:
@@ -194,3 +289,15 @@ class Preparer:
             if not all(0 <= token < vocabulary for token in tokens):
                 raise ConfigError(f"the layout holds token ids outside the vocabulary of {vocabulary}")
         return layout
+
+
+def _with_system(turns: list[Message], system: str) -> list[Message]:
+    """The conversation with more system text in front of its own."""
+    if not isinstance(system, str):
+        raise ConfigError(f"system must be a string or None, got {type(system).__name__}")
+    if turns[0].role != "system":
+        return [Message("system", system), *turns]
+    first = turns[0]
+    own = list(first.pieces or (first.content,))
+    joint = [system, "\n\n"] if system and first.content else [system]
+    return [Message("system", [*joint, *own]), *turns[1:]]  # type: ignore[arg-type]

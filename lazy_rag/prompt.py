@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from lazy_rag.errors import ConfigError, EmptyQuestionError
+from lazy_rag.layout import ChunkRange, Live
 from lazy_rag.tokens import TextTokenizer
+from lazy_rag.tools import CallFormat, ToolCall
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 _JOIN = "\n\n"
 _SENTINEL = re.compile("\ue000(\\d+)\ue001")
 _RESERVED_KWARGS = frozenset(
@@ -32,18 +36,58 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
+# stands for a chunk in a message's text
+PLACEHOLDER = "\ue002"
+
+
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation. Raises `ConfigError` for an unknown role or a content that is no string."""
+    """One turn of a conversation.
+
+    content: its text, or a list of pieces: text, `ChunkRange` for a chunk, and `Live` text that stands or falls with
+        the chunk after it. With pieces, the attribute holds the text with a placeholder for each chunk.
+    tool_calls: the calls an assistant's turn asks for
+    tool_call_id, name: whose result a tool's turn is
+
+    Raises `ConfigError` for an unknown role or a content of another type.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    pieces: tuple[str | Live | ChunkRange, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ConfigError(f"message role must be one of {', '.join(ROLES)}; got {self.role!r}")
-        if not isinstance(self.content, str):
-            raise ConfigError(f"message content must be a string, got {type(self.content).__name__}")
+        calls = self.tool_calls
+        if not isinstance(calls, tuple | list) or not all(isinstance(call, ToolCall) for call in calls):
+            raise ConfigError(f"tool_calls must be a list of ToolCall, got {calls!r}")
+        object.__setattr__(self, "tool_calls", tuple(calls))
+        if isinstance(self.content, str):
+            return
+        given = self.content
+        if not isinstance(given, list | tuple) or not all(isinstance(p, str | Live | ChunkRange) for p in given):
+            raise ConfigError(
+                "message content must be a string, or a list of strings, ChunkRange and Live; "
+                f"got {type(given).__name__}"
+            )
+        object.__setattr__(self, "pieces", tuple(given))
+        object.__setattr__(self, "content", "".join(map(_piece_text, given)))
+
+
+def _piece_text(piece: str | Live | ChunkRange) -> str:
+    return PLACEHOLDER if isinstance(piece, ChunkRange) else piece.text if isinstance(piece, Live) else piece
+
+
+class Rendered(NamedTuple):
+    """A piece of a rendered conversation: markup (`number` None), or what is kept of a message's content."""
+
+    number: int | None
+    text: str
+    start: int = 0  # where in the content the text begins
 
 
 @dataclass(frozen=True)
@@ -126,13 +170,77 @@ class ChatFormat:
         refusal = "the chat template drops part of this conversation"
         for turns in _forms(conversation):
             try:
-                pieces = self._cut(turns, edges)
+                pieces = self._cut(turns, edges, conversation)
             except ConfigError as error:
                 refusal = str(error)
                 continue
             if pieces is not None:
                 return self._tokenise(pieces, last=len(edges) - 1)
         raise ConfigError(refusal)
+
+    def cut(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[Rendered]:
+        """A whole conversation, whoever speaks last, as markup and contents in order; `render` for any last message.
+
+        `tools` and calls in the messages go to the template: ask `knows_tools` first.
+        """
+        if not messages:
+            raise ConfigError("a conversation needs at least one message")
+        if not any(message.content.strip() or message.tool_calls for message in messages):
+            raise EmptyQuestionError("the messages have no text")
+        conversation = list(messages)
+        if self._tokenizer.chat_template is None:
+            return _cut_plain(conversation)
+        contents = [self._as_history(message, last=message is conversation[-1]) for message in conversation]
+        edges = [_Edges.of(content) for content in contents]
+        refusal = "the chat template drops part of this conversation"
+        for turns in _forms(conversation):
+            try:
+                pieces = self._cut(turns, edges, conversation, tools)
+            except ConfigError as error:
+                refusal = str(error)
+                continue
+            if pieces is not None:
+                starts = [len(m.content) - len(c) + len(e.lead) for m, c, e in zip(conversation, contents, edges)]  # noqa: B905
+                return [_placed(piece, edges, starts) for piece in pieces]
+        raise ConfigError(refusal)
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether the template describes tools to the model."""
+        if self._tokenizer.chat_template is None or "tools" not in self._tokenizer.chat_template:
+            return False
+        function = {"name": "probe", "description": _sentinel(7), "parameters": {"type": "object", "properties": {}}}
+        try:
+            text = self._text([{"role": "user", "content": "x"}], [{"type": "function", "function": function}])
+        except ConfigError:
+            return False
+        return _sentinel(7) in text or json.dumps(_sentinel(7))[1:-1] in text
+
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """How the template writes a call; the usual form when it shows none that text can spell."""
+        if not self.knows_tools:
+            return CallFormat()
+        question: dict[str, Any] = {"role": "user", "content": "x"}
+        call = ToolCall("probe_name", {"probe_key": "probe_value"}, "call00000")
+        try:
+            opening = self._text([question])
+            full = self._text(
+                [question, {"role": "assistant", "content": "", "tool_calls": [call.as_dict()]}], last=False
+            )
+        except ConfigError:
+            return CallFormat()
+        found = re.search(
+            r'\{"name": ?"probe_name", ?"(arguments|parameters)": ?\{"probe_key": ?"probe_value"\}\}', full
+        )
+        if found is None or not full.startswith(opening):
+            return CallFormat()
+        begin, end = full[len(opening) : found.start()], full[found.end() :]
+        special = self._tokenizer.special_texts
+        stops = [at for text in special if (at := end.find(text)) >= 0]
+        if any(text in begin for text in special) or len(begin) > 64:
+            return CallFormat()
+        return CallFormat(begin, found[1], end[: min(stops, default=len(end))].rstrip())
 
     def _as_history(self, message: Message, last: bool) -> str:
         """The part of a message that the template keeps: reasoning templates drop the thinking of earlier answers."""
@@ -153,7 +261,7 @@ class ChatFormat:
         for content in (f"<think>\n{thought}\n</think>\n\n{answer}", answer):
             messages = [("user", question), ("assistant", content), ("user", follow_up)]
             try:
-                rendered.append(self._text(messages))
+                rendered.append(self._text([{"role": role, "content": text} for role, text in messages]))
             except ConfigError:
                 return None
         with_thought, plain = rendered
@@ -161,24 +269,44 @@ class ChatFormat:
             return None
         return "\n" if with_thought == plain else ""
 
-    def _text(self, messages: Sequence[tuple[str, str]]) -> str:
+    def _text(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, last: bool = True
+    ) -> str:
         return self._tokenizer.render_template(
-            [{"role": role, "content": content} for role, content in messages],
-            add_generation_prompt=True,
-            template_kwargs=self._kwargs,
+            messages,
+            add_generation_prompt=last,
+            template_kwargs={**self._kwargs, **({"tools": list(tools)} if tools else {})},
         )
 
-    def _cut(self, turns: Sequence[_Turn], edges: Sequence[_Edges]) -> list[tuple[int | None, str]] | None:
+    def _cut(
+        self,
+        turns: Sequence[_Turn],
+        edges: Sequence[_Edges],
+        conversation: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[tuple[int | None, str]] | None:
         """The rendered turns as (message number, or None for template text; text); None if a message got lost."""
-        bare = self._split(turns, ["" for _ in edges], ["" for _ in edges])
+        silent = {n for n, m in enumerate(conversation) if m.tool_calls and not edges[n].core}
+
+        def split(leads: Sequence[str], trails: Sequence[str]) -> list[str]:
+            """The rendered turns split at the sentinels: template text at even places, message numbers at odd ones."""
+            messages = []
+            for role, numbers in turns:
+                texts = [leads[n] + _sentinel(n) + trails[n] for n in numbers if n not in silent]
+                extra = _extra(conversation[numbers[0]]) if len(numbers) == 1 else {}
+                messages.append({"role": role, "content": _JOIN.join(texts), **extra})
+            return _SENTINEL.split(self._text(messages, tools))
+
+        bare = split(["" for _ in edges], ["" for _ in edges])
         numbers = bare[1::2]
-        expected = {str(number) for _, turn in turns for number in turn}
-        if set(numbers) != expected or numbers.count(str(len(edges) - 1)) != 1:
+        expected = {str(number) for _, turn in turns for number in turn if number not in silent}
+        last = len(edges) - 1
+        if set(numbers) != expected or (last not in silent and numbers.count(str(last)) != 1):
             return None
         padded = bare
         if any(edge.lead or edge.trail for edge in edges):
             # A second rendering with the real outer whitespace shows how much of it this template keeps.
-            padded = self._split(turns, [edge.lead for edge in edges], [edge.trail for edge in edges])
+            padded = split([edge.lead for edge in edges], [edge.trail for edge in edges])
             if padded[1::2] != numbers:
                 padded = bare
         leads, trails = _kept_whitespace(bare, padded, edges)
@@ -188,14 +316,6 @@ class ChatFormat:
             pieces.append((int(number), leads[place] + edge.core + trails[place]))
             pieces.append((None, bare[2 * place + 2]))
         return pieces
-
-    def _split(self, turns: Sequence[_Turn], leads: Sequence[str], trails: Sequence[str]) -> list[str]:
-        """The rendered turns split at the sentinels: template text at even places, message numbers at odd ones."""
-        messages = [
-            (role, _JOIN.join(leads[number] + _sentinel(number) + trails[number] for number in numbers))
-            for role, numbers in turns
-        ]
-        return _SENTINEL.split(self._text(messages))
 
     def _tokenise(self, pieces: Sequence[tuple[int | None, str]], last: int) -> PromptParts:
         before: list[int] = []
@@ -207,9 +327,9 @@ class ChatFormat:
                 continue
             ids = self._tokenizer.template(text) if number is None else self._tokenizer.content(text)
             (before if question is None else after).extend(ids)
-        return PromptParts(self._with_bos(before), question or (), tuple(after))
+        return PromptParts(self.with_bos(before), question or (), tuple(after))
 
-    def _with_bos(self, ids: list[int]) -> tuple[int, ...]:
+    def with_bos(self, ids: Sequence[int]) -> tuple[int, ...]:
         """`ids` with exactly one BOS in front, whether the template writes none, one or two of them."""
         bos = self._tokenizer.bos_id
         if bos is None:
@@ -235,7 +355,7 @@ class ChatFormat:
             before += template(_JOIN)
         # No space after the label: byte-level vocabularies start their words with one.
         after = template(_JOIN + "Assistant:") if len(turns) > 1 else ()
-        return PromptParts(self._with_bos(before), content(conversation[-1].content), after)
+        return PromptParts(self.with_bos(before), content(conversation[-1].content), after)
 
 
 def _validated(messages: Sequence[Message], system: str | None) -> list[Message]:
@@ -252,6 +372,8 @@ def _validated(messages: Sequence[Message], system: str | None) -> list[Message]
         raise ConfigError(f"the last message must be the user's question; got {got}")
     if not messages[-1].content.strip():
         raise EmptyQuestionError("the question has no text")
+    if any(message.pieces or message.tool_calls or message.role == "tool" for message in messages):
+        raise ConfigError("chunks and tools in messages are for chat, not for history: see Runtime.chat")
     # Copies, so that one object given twice is still two messages.
     conversation = [Message(message.role, message.content) for message in messages]
     if system is None:
@@ -266,9 +388,10 @@ def _forms(conversation: Sequence[Message]) -> Iterator[list[_Turn]]:
     """The conversation in ever more forgiving forms; the first one that the template accepts is used."""
     plain: list[_Turn] = [(message.role, (number,)) for number, message in enumerate(conversation)]
     blank = {number for number, message in enumerate(conversation) if not message.content.strip()}
-    merged = _merge(plain)
+    apart = {n for n, message in enumerate(conversation) if message.tool_calls or message.role == "tool"}
+    merged = _merge(plain, apart)
     foldings = (("system",), ("assistant",), ("system", "assistant"))
-    forms = (plain, merged, *(_merge(_fold(merged, roles, blank)) for roles in foldings))
+    forms = (plain, merged, *(_merge(_fold(merged, roles, blank), apart) for roles in foldings))
     tried: list[list[_Turn]] = []
     for form in forms:
         if form not in tried:
@@ -276,10 +399,11 @@ def _forms(conversation: Sequence[Message]) -> Iterator[list[_Turn]]:
             yield form
 
 
-def _merge(turns: Sequence[_Turn]) -> list[_Turn]:
+def _merge(turns: Sequence[_Turn], apart: set[int]) -> list[_Turn]:
+    """Neighbours of one role as one turn, except those that are to stay apart."""
     merged: list[_Turn] = []
     for role, numbers in turns:
-        if merged and merged[-1][0] == role:
+        if merged and merged[-1][0] == role and apart.isdisjoint(merged[-1][1] + numbers):
             merged[-1] = (role, merged[-1][1] + numbers)
         else:
             merged.append((role, numbers))
@@ -302,7 +426,44 @@ def _fold(turns: Sequence[_Turn], roles: Sequence[str], blank: set[int]) -> list
             waiting, user_seen = (), True
         else:
             folded.append((role, numbers))
+    if waiting:  # nothing follows that it could lead
+        folded.append(("user", waiting))
     return folded
+
+
+def _extra(message: Message) -> dict[str, Any]:
+    """What a template is given of a message besides role and content."""
+    extra: dict[str, Any] = {}
+    if message.tool_calls:
+        extra["tool_calls"] = [call.as_dict() for call in message.tool_calls]
+    if message.role == "tool":
+        extra |= {"tool_call_id": message.tool_call_id or "", "name": message.name or ""}
+    return extra
+
+
+def _placed(piece: tuple[int | None, str], edges: Sequence[_Edges], starts: Sequence[int]) -> Rendered:
+    """A rendered piece with the place of its text in the message's content. `starts`: where the cores begin."""
+    number, text = piece
+    if number is None:
+        return Rendered(None, text)
+    kept_lead = len(text) - len(text.lstrip()) if text.strip() else 0
+    return Rendered(number, text, starts[number] - min(kept_lead, len(edges[number].lead)))
+
+
+def _cut_plain(conversation: Sequence[Message]) -> list[Rendered]:
+    """Without a template: labelled turns; a single message of a user stays as it is."""
+    labels = {"user": "User: ", "assistant": "Assistant: ", "tool": "Tool: "}
+    turns = [message for message in conversation if message.role != "system"]
+    pieces: list[Rendered] = []
+    for number, message in enumerate(conversation):
+        if len(turns) > 1 and message.role in labels:
+            pieces.append(Rendered(None, labels[message.role]))
+        pieces.append(Rendered(number, message.content))
+        if message is not conversation[-1]:
+            pieces.append(Rendered(None, _JOIN))
+    if len(turns) > 1:
+        pieces.append(Rendered(None, _JOIN + "Assistant:"))
+    return pieces
 
 
 def _kept_whitespace(

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lazy_rag.anchoring import Anchors
 from lazy_rag.catalog import (
     MAX_PARAMETERS,
     Catalog,
@@ -29,7 +30,6 @@ from lazy_rag.catalog import (
     Filter,
     Hit,
     MissingVectors,
-    Occurrence,
     Written,
     check_namespace,
     compile_filter,
@@ -147,6 +147,8 @@ class Retriever:
         self._index: VectorIndex | None = None
         self._index_state = ""
         self._members: dict[str, tuple[_Ids, _Ids]] = {}
+        # the texts of all chunks; changed in the owner thread, in the order of the writes
+        self.anchors = Anchors()
         self._close_lock = threading.Lock()
         self._closed = False
         self._owner = OwnerThread("lazy-rag-retriever")
@@ -192,14 +194,21 @@ class Retriever:
         *,
         progress: bool = False,
         namespace: str | None = None,
+        vectors: np.ndarray[Any, Any] | None = None,
     ) -> Change:
         """`upsert` of several (document id, chunks, metadata): one transaction, one embedding run, one progress bar.
-        A document without chunks needs `namespace`; its earlier version is removed and nothing is stored."""
+        A document without chunks needs `namespace`; its earlier version is removed and nothing is stored. `vectors`:
+        one row for every chunk, in order."""
         writes = [_document_write(*document, namespace) for document in documents]
         keys = [(write.namespace, write.document_id) for write in writes]
         if len(set(keys)) != len(keys):
             raise RetrieverError("the same document id occurs twice in one call")
-        return self._write(writes, {}, progress)
+        given: dict[str, Vectors] = {}
+        if vectors is not None:
+            chunks = [chunk for write in writes for chunk in write.chunks]
+            matrix = self._checked_vectors(vectors, len(chunks))
+            given = {chunk.chunk_id: row for chunk, row in zip(chunks, matrix, strict=True)}
+        return self._write(writes, given, progress)
 
     def delete(self, ids: Sequence[str], *, namespace: str, missing_ok: bool = False) -> Change:
         """Delete documents by id and chunks by id (all their occurrences) from one namespace. A document that loses its
@@ -207,7 +216,7 @@ class Retriever:
         passes over those."""
         wanted = list(dict.fromkeys(_checked_ids([ids] if isinstance(ids, str) else ids)))
         check_namespace(namespace)
-        return self._call(lambda: self._apply(self._catalog.delete(wanted, namespace, missing_ok=missing_ok)))
+        return self._call(lambda: self._delete(wanted, namespace, missing_ok))
 
     # Reading
 
@@ -237,6 +246,19 @@ class Retriever:
             vector = self._checked_vectors(query, 1)[0]
         return self._call(lambda: self._search(vector, int(k), namespace, where))
 
+    def find(
+        self,
+        *,
+        namespace: str,
+        filter: Mapping[str, Any] | None = None,
+        ids: Sequence[str] | None = None,
+    ) -> list[Hit]:
+        """Chunks in their documents, oldest document first, in order: of these documents, or these chunks, or all.
+        `score` is nan."""
+        check_namespace(namespace)
+        where, wanted = _compiled(filter), None if ids is None else _checked_ids(ids)
+        return self._call(lambda: self._catalog.find(namespace, where, wanted))
+
     def chunk(self, chunk_id: str) -> ChunkRecord:
         """The stored chunk. Raises UnknownChunkError."""
         (wanted,) = _checked_ids([chunk_id])
@@ -246,14 +268,6 @@ class Retriever:
         """Records of those ids that exist."""
         wanted = _checked_ids(chunk_ids)
         return self._call(lambda: self._catalog.known(wanted))
-
-    def occurrences(
-        self, ids: Sequence[str] | None, *, namespace: str, filter: Mapping[str, Any] | None = None
-    ) -> list[Occurrence]:
-        """Chunks in their documents, oldest document first, in order: of these documents, or these chunks, or all."""
-        check_namespace(namespace)
-        wanted, where = None if ids is None else _checked_ids(ids), _compiled(filter)
-        return self._call(lambda: self._catalog.occurrences(namespace, wanted, where))
 
     def vectors(self, chunk_ids: Sequence[str]) -> Vectors:
         """The stored unit vectors, float32 `[n, d]`, in the order of the ids. Raises UnknownChunkError."""
@@ -387,6 +401,8 @@ class Retriever:
             catalog.bind(self._key_space)
             if self._embedder is not None:
                 catalog.claim(self._embedder.name, self._embedder.dimension)
+            for chunk_id, text, namespace in catalog.texts():
+                self.anchors.add(chunk_id, text, namespace)
         except BaseException:
             catalog.close()
             raise
@@ -430,7 +446,19 @@ class Retriever:
         return index
 
     def _replace(self, writes: Sequence[DocumentWrite], vectors: Mapping[str, Vectors]) -> Change:
-        return self._apply(self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None))
+        change = self._apply(self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None))
+        added = set(change.added)
+        for chunk in (chunk for write in writes for chunk in write.chunks):
+            if chunk.chunk_id in added:
+                self.anchors.add(chunk.chunk_id, chunk.text, chunk.namespace)
+        for namespace in {write.namespace for write in writes}:
+            self.anchors.remove(change.removed, namespace)
+        return change
+
+    def _delete(self, ids: Sequence[str], namespace: str, missing_ok: bool) -> Change:
+        change = self._apply(self._catalog.delete(ids, namespace, missing_ok=missing_ok))
+        self.anchors.remove(change.removed, namespace)
+        return change
 
     def _apply(self, written: Written) -> Change:
         """Bring the index to the state after a committed write."""

@@ -13,9 +13,10 @@ import queue
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
@@ -40,12 +41,21 @@ from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import OpenStore, check_store, load_arguments, make_manifest, same_folder, write_store
 from lazy_rag.policy import EvictionPolicy, make_policy
-from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestOptions, known_namespace
+from lazy_rag.preparing import (
+    ChatMessages,
+    ChatOptions,
+    Piece,
+    Prepared,
+    Preparer,
+    QueryOptions,
+    RequestOptions,
+    known_namespace,
+)
 from lazy_rag.progress import loading_bars, progress_bar
-from lazy_rag.prompt import Message
 from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.stats import Occupancy, Stats
+from lazy_rag.tools import CallFilter
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
 RECEIPTS = 256  # how many are kept
@@ -219,8 +229,14 @@ class Runtime:
         metadata: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         encode: str = "on_use",
         namespace: str | None = None,
+        vectors: Any = None,
     ) -> list[ChunkId]:
-        """Add texts as one chunk each, without splitting. `ids`: document ids, default the chunk ids."""
+        """Add texts as one chunk each, without splitting.
+
+        Args:
+            ids: document ids, default the chunk ids.
+            vectors: `[len(texts), d]` of the runtime's embedder, instead of embedding the texts.
+        """
         self._require_open()
         if isinstance(texts, str) or not isinstance(texts, Sequence):
             raise ConfigError("add_chunks takes a list of texts; for one text pass [text]")
@@ -239,17 +255,22 @@ class Runtime:
             raise ConfigError("ids must be strings, each only once")
         if not all(isinstance(m, Mapping) for m in each):
             raise ConfigError("metadata must be one mapping, or one for each text")
-        self._index([(n, [r], dict(m)) for n, r, m in zip(names, records, each, strict=True)], encode, space)
+        batch = [(n, [r], dict(m)) for n, r, m in zip(names, records, each, strict=True)]
+        self._index(batch, encode, space, vectors)
         return [ChunkId(record.chunk_id) for record in records]
 
     def _index(
-        self, batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]], encode: str, namespace: str
+        self,
+        batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]],
+        encode: str,
+        namespace: str,
+        vectors: Any = None,
     ) -> list[ChunkId]:
         if encode not in ("now", "on_use"):
             raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
         records = [record for _, chunks, _ in batch for record in chunks]
         ids = [ChunkId(record.chunk_id) for record in records]
-        change = self._retriever.upsert_many(batch, namespace=namespace, progress=self._progress)
+        change = self._retriever.upsert_many(batch, namespace=namespace, progress=self._progress, vectors=vectors)
         self._engine.call(lambda: self._engine.residency.welcome(ids)).result()
         self._forget(change.removed)
         if encode == "now":
@@ -274,33 +295,35 @@ class Runtime:
     @checked_keywords()
     def retrieve(
         self,
-        query: str | NDArray[Any],
+        query: str | Sequence[float],
         k: int = 5,
         *,
         filter: Mapping[str, Any] | None = None,
         namespace: str | None = None,
     ) -> list[Hit]:
-        """The k chunks most similar to the query (a text, or a vector `[d]`), best first; `filter` on metadata applies
-        before top-k."""
+        """The k chunks most similar to the query (a text, or a vector of the embedder's), best first; `filter` on
+        metadata applies before top-k.
+        """
         self._require_open()
         return self._preparer.retrieve(query, k, filter, namespace)
 
     @checked_keywords()
-    def sources(
+    def find(
         self,
-        ids: Sequence[str] | None = None,
         *,
+        ids: Sequence[str] | None = None,
         filter: Mapping[str, Any] | None = None,
         namespace: str | None = None,
     ) -> list[Source]:
-        """What is indexed: the chunks of these documents, or these chunks, or all; oldest document first, in order.
+        """What is indexed: the chunks of these documents, or these chunks, or all; the oldest document first, in order.
 
-        Ids that are not there give nothing. A chunk that stands in several documents is given for each of them.
+        `filter` is on metadata. Ids that are not there give nothing; a chunk that stands in several documents is given
+        for each of them.
         """
         self._require_open()
         wanted = None if ids is None else list(_listed(ids, "ids"))
-        found = self._retriever.occurrences(wanted, namespace=self._preparer.space(namespace), filter=filter)
-        return [Source(ChunkId(o.chunk_id), o.text, None, o.document_id, o.metadata) for o in found]
+        found = self._retriever.find(namespace=self._preparer.space(namespace), filter=filter, ids=wanted)
+        return [Source(ChunkId(h.chunk_id), h.text, None, h.document_id, h.metadata) for h in found]
 
     def vectors(self, chunk_ids: Sequence[str]) -> NDArray[np.float32]:
         """The stored unit vectors of chunks, float32 `[n, d]`. Raises UnknownChunkError."""
@@ -326,16 +349,22 @@ class Runtime:
         """Answer from the given chunks, ranges of chunks and live text between them, or from a layout made before."""
         return self._run(self._prepared.request(question, chunk_ids, options))
 
-    @checked_keywords(RequestOptions)
+    @checked_keywords(ChatOptions)
     def chat(
         self,
-        messages: str | Sequence[Message | dict[str, str]],
+        messages: ChatMessages,
         chunk_ids: Sequence[Piece] = (),
         *,
         stream: bool = False,
-        **options: Unpack[RequestOptions],
-    ) -> Answer | Iterator[str]:
-        """Answer the last message; the chunks stand before its text. With `stream`, an iterator of text pieces."""
+        **options: Unpack[ChatOptions],
+    ) -> Answer | streaming.TextIterator:
+        """Answer a conversation; the chunks stand before the last user's text. With `stream`, an iterator of text
+        pieces, whose `answer` is the Answer after the last one.
+
+        Chunks may stand anywhere in the messages: as `ChunkRange` pieces of a content (see `Message`), and with
+        `anchor` wherever their text stands verbatim. With `tools`, the calls asked for are in `Answer.tool_calls`, and
+        its text is empty then.
+        """
         prepared = self._prepared.chat(messages, chunk_ids, options)
         return self._stream(prepared) if stream else self._run(prepared)
 
@@ -359,15 +388,15 @@ class Runtime:
         """`generate` for asyncio."""
         return await self._arun(await asyncio.to_thread(self._prepared.request, question, chunk_ids, options))
 
-    @checked_keywords(RequestOptions)
+    @checked_keywords(ChatOptions)
     async def achat(
         self,
-        messages: str | Sequence[Message | dict[str, str]],
+        messages: ChatMessages,
         chunk_ids: Sequence[Piece] = (),
         *,
         stream: bool = False,
-        **options: Unpack[RequestOptions],
-    ) -> Answer | AsyncIterator[str]:
+        **options: Unpack[ChatOptions],
+    ) -> Answer | streaming.AsyncTextIterator:
         """`chat` for asyncio. With `stream`, await it first: `async for piece in await rt.achat(..., stream=True)`."""
         prepared = await asyncio.to_thread(self._prepared.chat, messages, chunk_ids, options)
         return self._astream(prepared) if stream else await self._arun(prepared)
@@ -588,23 +617,27 @@ class Runtime:
     def _run(self, prepared: Prepared) -> Answer:
         return self._answer(prepared, streaming.run(self._engine, prepared.layout, prepared.sampling))
 
-    def _stream(self, prepared: Prepared) -> Iterator[str]:
+    def _stream(self, prepared: Prepared) -> streaming.TextIterator:
+        done = partial(self._answer, prepared)
         return streaming.TextIterator(
-            self._engine, prepared.layout, prepared.sampling, lambda completion: self._answer(prepared, completion)
+            self._engine, prepared.layout, prepared.sampling, done, CallFilter(prepared.tools)
         )
 
     async def _arun(self, prepared: Prepared) -> Answer:
         return self._answer(prepared, await streaming.arun(self._engine, prepared.layout, prepared.sampling))
 
-    def _astream(self, prepared: Prepared) -> AsyncGenerator[str, None]:
-        return streaming.astream(
-            self._engine, prepared.layout, prepared.sampling, lambda completion: self._answer(prepared, completion)
+    def _astream(self, prepared: Prepared) -> streaming.AsyncTextIterator:
+        done = partial(self._answer, prepared)
+        return streaming.AsyncTextIterator(
+            self._engine, prepared.layout, prepared.sampling, done, CallFilter(prepared.tools)
         )
 
     def _answer(self, prepared: Prepared, completion: Completion) -> Answer:
-        self.last_answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve)
-        self.receipts.append(self.last_answer.receipt)
-        return self.last_answer
+        answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve)
+        calls = prepared.tools.read(answer.text) if prepared.tools is not None else ()
+        self.last_answer = answer = replace(answer, text="", tool_calls=calls) if calls else answer
+        self.receipts.append(answer.receipt)
+        return answer
 
     def _require_open(self) -> None:
         if self._closed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from lazy_rag.errors import ConfigError, EngineError
+from lazy_rag.grammar import Constraint, schema_text
 
 # Below this temperature the scaled logits overflow float32, and the distribution is one-hot anyway.
 _GREEDY_TEMPERATURE = 1e-5
@@ -38,6 +39,11 @@ class SamplingParams:
     stop:               strings that end the answer and are not part of it
     ignore_eos:         keep generating past end-of-text tokens
     logprobs:           report each token's log probability under the unprocessed distribution
+    json_schema:        the answer is JSON of this schema (a mapping or its text); see `Answer.json`
+    regex:              the answer matches this regular expression
+    grammar:            the answer follows this grammar, in llguidance's Lark dialect
+
+    At most one of the last three is given; they need llguidance (the extra `grammar`).
 
     Raises `ConfigError`, with the value and the allowed range, for anything else.
     """
@@ -52,6 +58,9 @@ class SamplingParams:
     stop: str | tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, None)
@@ -65,6 +74,25 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name} must be a text, got {value!r}")
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} cannot both hold: give one of them")
+        if given and self.ignore_eos:
+            raise ConfigError(f"ignore_eos goes on past the end that {given[0]} sets: leave one of them out")
+
+    @property
+    def constrained(self) -> bool:
+        """True when the answer has to follow a grammar."""
+        return not (self.json_schema is None and self.regex is None and self.grammar is None)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -155,14 +183,20 @@ class _TokenBuffer:
 class Sampler:
     """Chooses the tokens of one request.
 
-    `params` must be resolved; `prompt_ids` is asked only where a penalty needs them. The draws come from this request's
+    `params` must be resolved; `prompt_ids` is asked only where a penalty needs them; `constraint` is its grammar, whose
+    mask depends on every token before, so that each `draw` waits for the device. The draws come from this request's
     own generator, so they do not depend on what else runs in the batch.
     """
 
     def __init__(
-        self, params: SamplingParams, device: torch.device | str, prompt_ids: Callable[[], Sequence[int]] = tuple
+        self,
+        params: SamplingParams,
+        device: torch.device | str,
+        prompt_ids: Callable[[], Sequence[int]] = tuple,
+        constraint: Constraint | None = None,
     ) -> None:
         device = torch.device(device)
+        self._constraint = constraint
         self._logprobs = params.logprobs
         self._greedy = params.greedy
         self._processors = _processors(params, device)
@@ -179,7 +213,11 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """True when the choice is the most likely token and nothing else is asked for: no `draw` is needed."""
-        return self._greedy and not self._processors and not self._logprobs
+        return self._greedy and not self._processors and not self._logprobs and self._constraint is None
+
+    def finished_after(self, count: int) -> bool:
+        """True when the grammar lets nothing follow the first `count` tokens."""
+        return self._constraint is not None and self._constraint.finished_after(count)
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose the next token without reading the device: float64 [3] of token, largest logit and log probability
@@ -190,13 +228,16 @@ class Sampler:
         if logits.dim() != 1:
             raise EngineError(f"sampling needs logits of shape [vocab], got {tuple(logits.shape)}")
         logits = logits.float()
-        scores = logits
+        # before top-k and top-p, which might leave nothing that the grammar allows
+        scores = logits if self._constraint is None else self._constraint.mask(logits)
         if self._processors:
             history: Any = self._seen.ids if self._seen is not None else logits.new_zeros(1, 0, dtype=torch.int64)
-            scores = self._processors(history, logits[None])[0]
+            scores = self._processors(history, scores[None])[0]
         if self._generator is not None:
             scores = self._race(scores)
         index = scores.argmax(dim=-1, keepdim=True)
+        if self._constraint is not None:
+            index = torch.full_like(index, self._constraint.take(int(index)))
         if self._seen is not None:
             self._seen.append(index)
         # NaN and +inf both win a maximum, so one value tells whether the whole row is sound.

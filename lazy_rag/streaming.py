@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 from lazy_rag.engine import Engine
 from lazy_rag.layout import PromptLayout
 from lazy_rag.requests import Completion, Ticket
 from lazy_rag.sampling import SamplingParams
+from lazy_rag.tools import CallFilter
 
 Done = Callable[[Completion], Any]
 
@@ -31,13 +32,21 @@ class TextIterator(Iterator[str]):
     `next` (a generator could not be closed there).
     """
 
-    def __init__(self, engine: Engine, layout: PromptLayout, sampling: SamplingParams, done: Done) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        layout: PromptLayout,
+        sampling: SamplingParams,
+        done: Done,
+        shown: CallFilter | None = None,
+    ) -> None:
+        self.answer: Any = None  # what `done` made of the completion, after the last piece
+        self._shown = shown or CallFilter(None)
         self._submit = lambda: engine.submit(layout, sampling, on_text=self._pieces.put)
         self._done = done
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ticket: Ticket | None = None
         self._closed = False
-        self.answer: Any = None
 
     def __next__(self) -> str:
         if self._closed:
@@ -45,18 +54,24 @@ class TextIterator(Iterator[str]):
         if self._ticket is None:
             self._ticket = self._submit()
             self._ticket.future.add_done_callback(lambda _: self._pieces.put(None))
+        while (piece := self._next()) is not None:
+            if text := self._shown.push(piece):
+                return text
+        cancelled, self._closed = self._closed, True
+        completion = self._ticket.future.result()
+        if cancelled:
+            raise StopIteration
+        self.answer = self._done(completion)
+        if text := self._shown.finish():
+            return text
+        raise StopIteration
+
+    def _next(self) -> str | None:
         try:
-            piece = self._pieces.get()
+            return self._pieces.get()
         except BaseException:  # Ctrl-C
             self.close()
             raise
-        if piece is not None:
-            return piece
-        cancelled, self._closed = self._closed, True
-        completion = self._ticket.future.result()
-        if not cancelled:
-            self.answer = self._done(completion)
-        raise StopIteration
 
     def close(self) -> None:
         """Stop generating; the request's pages come back within one token."""
@@ -84,28 +99,53 @@ async def arun(engine: Engine, layout: PromptLayout, sampling: SamplingParams) -
         _give_up(ticket)
 
 
-async def astream(
-    engine: Engine, layout: PromptLayout, sampling: SamplingParams, done: Done
-) -> AsyncGenerator[str, None]:
-    """`stream` for `async for`."""
-    loop = asyncio.get_running_loop()
-    pieces: asyncio.Queue[str | None] = asyncio.Queue()
+class AsyncTextIterator(AsyncIterator[str]):
+    """`TextIterator` for `async for`. `aclose`, or cancelling the task that waits, cancels the request."""
 
-    def put(piece: str | None) -> None:
-        loop.call_soon_threadsafe(pieces.put_nowait, piece)
+    def __init__(
+        self,
+        engine: Engine,
+        layout: PromptLayout,
+        sampling: SamplingParams,
+        done: Done,
+        shown: CallFilter | None = None,
+    ) -> None:
+        self.answer: Any = None  # what `done` made of the completion, after the last piece
+        self._done = done
+        self._shown = shown or CallFilter(None)
+        self._generator = self._run(engine, layout, sampling)
 
-    def finished(_: object) -> None:
-        if not loop.is_closed():
-            put(None)
+    def __aiter__(self) -> AsyncTextIterator:
+        return self
 
-    ticket = engine.submit(layout, sampling, on_text=put)
-    ticket.future.add_done_callback(finished)
-    try:
-        while (piece := await pieces.get()) is not None:
-            yield piece
-        done(ticket.future.result())
-    finally:
-        _give_up(ticket)
+    async def __anext__(self) -> str:
+        return await anext(self._generator)
+
+    async def aclose(self) -> None:
+        await self._generator.aclose()
+
+    async def _run(self, engine: Engine, layout: PromptLayout, sampling: SamplingParams) -> AsyncGenerator[str, None]:
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def put(piece: str | None) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        def finished(_: object) -> None:
+            if not loop.is_closed():
+                put(None)
+
+        ticket = engine.submit(layout, sampling, on_text=put)
+        ticket.future.add_done_callback(finished)
+        try:
+            while (piece := await pieces.get()) is not None:
+                if text := self._shown.push(piece):
+                    yield text
+            self.answer = self._done(ticket.future.result())
+            if text := self._shown.finish():
+                yield text
+        finally:
+            _give_up(ticket)
 
 
 def _give_up(ticket: Ticket) -> None:

@@ -120,6 +120,11 @@ class TextTokenizer:
         """The private `tokenizers.Tokenizer` that reads special tokens as plain text; None for a Python tokenizer."""
         return self._content_backend
 
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the special tokens are written, longest first."""
+        return tuple(self._special_texts)
+
     def content(self, text: str) -> tuple[int, ...]:
         """Token ids of user or document text, on its own: no special token is added, and none can come from `text`.
 
@@ -159,7 +164,7 @@ class TextTokenizer:
 
     def render_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any] | None = None,

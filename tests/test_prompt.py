@@ -455,7 +455,7 @@ def test_empty_question(text: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda chat: Message("tool", "x"),
+        lambda chat: Message("function", "x"),
         lambda chat: Message("user", b"x"),  # type: ignore[arg-type]
         lambda chat: Message("user", None),  # type: ignore[arg-type]
         lambda chat: chat.render([]),

@@ -256,13 +256,13 @@ def test_delete_of_an_unknown_id_deletes_nothing(retriever: Retriever) -> None:
     assert retriever.documents("n") == []
 
 
-def test_occurrences_list_what_is_indexed(retriever: Retriever) -> None:
+def test_find_lists_what_is_indexed(retriever: Retriever) -> None:
     retriever.upsert("two", records("b", "a"), metadata=[{"x": 1}, {"x": 2}])
     retriever.upsert("one", records("a"), metadata={"x": 3})
     retriever.upsert("other", records("z", namespace="m"), metadata={"x": 3})
 
-    def found(*arguments: Any, **options: Any) -> list[tuple[str, str, int]]:
-        return [(o.document_id, o.text, o.metadata["x"]) for o in retriever.occurrences(*arguments, **options)]
+    def found(ids: Any, **options: Any) -> list[tuple[str, str, int]]:
+        return [(hit.document_id, hit.text, hit.metadata["x"]) for hit in retriever.find(ids=ids, **options)]
 
     everything = [("two", "b", 1), ("two", "a", 2), ("one", "a", 3)]
     assert found(None, namespace="n") == everything
@@ -855,3 +855,55 @@ def test_real_embedder_finds_the_relevant_text(tmp_path: Path) -> None:
         retriever.upsert("doc", records(*texts), metadata={})
         assert retriever.search("How do I bake a loaf?", 1, namespace="n")[0].text == texts[1]
         assert retriever.search("when does public transport depart", 1, namespace="n")[0].text == texts[2]
+
+
+def test_operators_on_lists_and_texts() -> None:
+    rows: list[dict[str, Any]] = [
+        {"tags": ["red", "green"], "text": "Straße und Haus"},
+        {"tags": ["green", 3, True], "text": ""},
+        {"tags": [], "text": "[]"},
+        {"tags": "evergreen", "text": None},
+        {"other": [1]},
+    ]
+
+    def matches(condition: dict[str, Any]) -> list[int]:
+        return [int(hit.document_id) for hit in retriever.find(namespace="", filter=condition)]
+
+    with Retriever(None) as retriever:
+        for number, row in enumerate(rows):
+            retriever.upsert(str(number), [ChunkRecord(f"c{number}", "", f"text {number}", (number,))], metadata=row)
+        assert matches({"tags": {"$contains": "green"}}) == [0, 1, 3]
+        assert matches({"tags": {"$contains": 3}}) == [1]
+        assert matches({"tags": {"$contains": True}}) == [1]
+        assert matches({"tags": {"$contains": 1}}) == []
+        assert matches({"tags": {"$any": ["red", 3]}}) == [0, 1]
+        assert matches({"tags": {"$all": ["red", "green"]}}) == [0]
+        assert matches({"tags": {"$any": []}}) == []
+        assert matches({"text": {"$text": "und"}}) == [0]
+        assert matches({"text": {"$text": "UND"}}) == []
+        assert matches({"text": {"$itext": "STRASSE"}}) == [0]
+        assert matches({"tags": {"$empty": True}}) == [2, 4]
+        assert matches({"text": {"$empty": True}}) == [1, 3, 4]
+        assert matches({"text": {"$empty": False}}) == [0, 2]
+        assert matches({"$not": {"tags": {"$contains": "green"}}}) == [2, 4]
+        assert [hit.chunk_id for hit in retriever.find(namespace="", ids=["4", "0", "x"])] == ["c0", "c4"]
+        for wrong in ({"a": {"$text": 1}}, {"a": {"$any": "x"}}, {"a": {"$empty": 1}}, {"a": {"$contains": None}}):
+            with pytest.raises(RetrieverError):
+                matches(wrong)
+
+
+def test_given_vectors_are_not_embedded_again() -> None:
+    from tests.fixtures import WordEmbedder, make_runtime
+
+    embedder = WordEmbedder()
+    with make_runtime(embedder=embedder) as rt:
+        vectors = embedder.encode(["a tower", "a bridge"])
+        embedder.texts.clear()
+        rt.add_chunks(["a tower", "a bridge"], ids=["t", "b"], metadata=[{"n": 1}, {"n": 2}], vectors=vectors)
+        assert embedder.texts == []
+        hit = rt.retrieve(vectors[1].tolist(), 1)[0]
+        assert (hit.document_id, hit.score) == ("b", pytest.approx(1.0))
+        assert [(s.document_id, s.metadata) for s in rt.find(filter={"n": {"$gt": 1}})] == [("b", {"n": 2})]
+        assert [s.document_id for s in rt.find(ids=["t"])] == ["t"]
+        with pytest.raises(RetrieverError, match="dimension"):
+            rt.add_chunks(["x"], vectors=[[1.0, 2.0]])

@@ -89,7 +89,7 @@ class LazyRAGVectorStore(VectorStore):
         self._add({key: (text, _with_text(text, metadata)) for key, (text, metadata) in entries.items()}, encode)
         # a tokenizer that normalises gives texts that differ in case or Unicode form one chunk, with the first text
         stored = {
-            source.document_id: source for source in self.runtime.sources(list(entries), namespace=self.namespace)
+            source.document_id: source for source in self.runtime.find(ids=list(entries), namespace=self.namespace)
         }
         changed = {
             key: (text, {**metadata, _TEXT_KEY: text})
@@ -132,7 +132,7 @@ class LazyRAGVectorStore(VectorStore):
         """Delete by id: vector, text and KV. Ids that are not there are passed over. Without ids: everything."""
         _refuse(kwargs)
         if ids is None:
-            ids = list({s.document_id for s in self.runtime.sources(namespace=self.namespace) if s.document_id})
+            ids = list({s.document_id for s in self.runtime.find(namespace=self.namespace) if s.document_id})
         if ids:
             self.runtime.delete(list(ids), missing_ok=True, namespace=self.namespace)
         return True
@@ -144,7 +144,7 @@ class LazyRAGVectorStore(VectorStore):
         wanted = list(dict.fromkeys(ids))
         documents: dict[str, list[Source]] = defaultdict(list)
         chunks: dict[str, Source] = {}
-        for source in self.runtime.sources(wanted, namespace=self.namespace):
+        for source in self.runtime.find(ids=wanted, namespace=self.namespace):
             documents[str(source.document_id)].append(source)
             chunks.setdefault(source.chunk_id, source)
         # a document of several chunks (Runtime.add_documents makes them) is several documents here, named by chunk

@@ -67,7 +67,7 @@ class TestRetriever(_OneRuntime, RetrieversIntegrationTests):
 
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
-        if not self.runtime.sources():
+        if not self.runtime.find():
             self.runtime.add_chunks(["the first", "the second", "the third", "the fourth"])
         return {"runtime": self.runtime}
 

@@ -42,7 +42,7 @@ def test_ids_come_from_text_and_metadata(store: LazyRAGVectorStore) -> None:
     assert first[0] == first[1]
     assert len({*first, *store.add_documents(other)}) == 3
     assert store.add_documents(same) == first
-    assert len(store.runtime.sources()) == 3
+    assert len(store.runtime.find()) == 3
     assert same[0].id is None
 
 
@@ -65,12 +65,12 @@ def test_texts_that_share_a_chunk_keep_their_own_form(rt: Runtime) -> None:
     tokens.content = lambda text: plain(text.lower())  # type: ignore[method-assign]
     store = LazyRAGVectorStore(rt)
     ids = store.add_texts(["Tea time", "TEA TIME"])
-    assert len({source.chunk_id for source in rt.sources()}) == 1
+    assert len({source.chunk_id for source in rt.find()}) == 1
     assert [document.page_content for document in store.get_by_ids(ids)] == ["Tea time", "TEA TIME"]
 
 
 def test_upsert_replaces_and_delete_forgets(store: LazyRAGVectorStore) -> None:
-    (chunk,) = store.runtime.sources(store.add_texts(["old text"], [{"v": 1}], ids=["d"]))
+    (chunk,) = store.runtime.find(ids=store.add_texts(["old text"], [{"v": 1}], ids=["d"]))
     store.runtime.prefetch([chunk.chunk_id])
     resident = store.runtime.stats.chunks_resident
     assert store.add_texts(["new text"], [{"v": 2}], ids=["d"]) == ["d"]
@@ -81,7 +81,7 @@ def test_upsert_replaces_and_delete_forgets(store: LazyRAGVectorStore) -> None:
     assert store.similarity_search("new text") == []
     store.add_texts(["a", "b"])
     store.delete()
-    assert store.runtime.sources() == []
+    assert store.runtime.find() == []
 
 
 def test_nothing_is_written_when_something_is_wrong(store: LazyRAGVectorStore) -> None:
@@ -90,7 +90,7 @@ def test_nothing_is_written_when_something_is_wrong(store: LazyRAGVectorStore) -
             store.add_texts(texts, metadatas)  # type: ignore[arg-type]
     with pytest.raises(LazyRAGError, match="no argument 'fitler'"):
         store.similarity_search("x", fitler={})
-    assert store.runtime.sources() == []
+    assert store.runtime.find() == []
 
 
 def test_documents_of_the_runtime_are_found_and_named_by_chunk(rt: Runtime, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_documents_of_the_runtime_are_found_and_named_by_chunk(rt: Runtime, tmp_
     store = LazyRAGVectorStore(rt)
     assert store.get_by_ids([str(found.id)]) == [found]
     store.delete([str(found.id)])
-    assert str(found.id) not in {source.chunk_id for source in rt.sources()}
+    assert str(found.id) not in {source.chunk_id for source in rt.find()}
 
 
 def test_namespaces_do_not_see_each_other(rt: Runtime) -> None:
@@ -186,6 +186,6 @@ def test_a_saved_store_opens_without_embedding_anything(store: LazyRAGVectorStor
         assert again.get_by_ids(ids) == before
         assert not {"tea", "tea ", "milk"} & set(embedder.texts)
         assert again.similarity_search("milk", k=1, filter={"n": {"$gt": 1}}) == before[1:]
-        answer = runtime.generate("milk?", [source.chunk_id for source in runtime.sources(ids)])
+        answer = runtime.generate("milk?", [source.chunk_id for source in runtime.find(ids=ids)])
         assert [use.tier for use in answer.receipt.chunks[1:]] == ["disk", "disk"]
         assert again.add_texts(["bread"]) and again.similarity_search("bread", k=1)[0].page_content == "bread"

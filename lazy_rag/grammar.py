@@ -1,0 +1,245 @@
+"""Answers that follow a grammar: a JSON schema, a regular expression or a Lark grammar, by llguidance.
+
+Before every choice the tokens that the grammar does not allow are masked. Near the end of `max_tokens` the choice is
+checked against the shortest way to a complete answer, and that way is taken when nothing longer fits: an answer ends
+complete, not in the middle of an object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lazy_rag.errors import ConfigError, EngineError
+from lazy_rag.tokens import TextTokenizer
+
+if TYPE_CHECKING:
+    from lazy_rag.sampling import SamplingParams
+
+# a model that is undecided about layout can spend its whole budget on spaces
+WHITESPACE = r"[ \n\t]{1,16}"
+_KEPT = 64  # compiled grammars
+# the shortest end is looked for again after so many tokens, after every one that may open or close something, and
+# whenever it is so near
+_CHECK_EVERY, _CHECK_WITHIN = 16, 8
+_STRUCTURE = re.compile(rb'[][{}":,]')
+
+
+def library() -> Any:
+    """llguidance, imported on first use."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(
+            'tools, json_schema, regex and grammar need llguidance: pip install "lazy-rag[grammar]"'
+        ) from error
+    return llguidance
+
+
+def grammar_text(sampling: SamplingParams) -> str | None:
+    """The grammar that parameters ask for, as llguidance takes it."""
+    if not sampling.constrained:
+        return None
+    matcher = library().LLMatcher
+    if sampling.json_schema is not None:
+        options = {"whitespace_pattern": WHITESPACE}
+        return str(matcher.grammar_from_json_schema(sampling.json_schema, overrides=options))
+    if sampling.regex is not None:
+        return str(matcher.grammar_from_regex(sampling.regex))
+    return str(matcher.grammar_from_lark(sampling.grammar))
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, each once. Thread-safe.
+
+    Args:
+        vocab: width of the model's logits.
+        end_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokens: TextTokenizer, vocab: int, end_ids: Iterable[int]) -> None:
+        self._tokens = tokens
+        self._vocab = vocab
+        self._end_ids = sorted(index for index in end_ids if index < vocab)
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._closers: dict[str, Any] = {}
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    def require(self, sampling: SamplingParams) -> None:
+        """Raise ConfigError for a grammar that cannot be compiled, or that no answer of `max_tokens` can follow."""
+        constraint = self.constraint(sampling)
+        if constraint is None or constraint.shortest(sampling.max_tokens) is not None:
+            return
+        needed = constraint.shortest(4096)
+        tokens = "more tokens" if needed is None else f"{len(needed)} tokens"
+        raise ConfigError(f"max_tokens={sampling.max_tokens} is too small: what the grammar asks for takes {tokens}")
+
+    def constraint(self, sampling: SamplingParams) -> Constraint | None:
+        """A fresh constraint for one answer; None when nothing constrains it."""
+        text = grammar_text(sampling)
+        if text is None:
+            return None
+        with self._lock:
+            prototype = self._compiled.get(text)
+            if prototype is None:
+                prototype = self._compiled[text] = self._compile(text)
+                if len(self._compiled) > _KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(text)
+            return Constraint(prototype.deep_copy(), self._tokenizer, self._closers, sampling.max_tokens, self._end_ids)
+
+    def _compile(self, text: str) -> Any:
+        llguidance = library()
+        if self._tokenizer is None:
+            backend = self._tokens.content_backend
+            if backend is None:
+                raise ConfigError("json_schema, regex and grammar need a fast tokenizer (a tokenizer.json)")
+            if not self._end_ids:
+                raise ConfigError("json_schema, regex and grammar need a token that ends an answer; the model has none")
+            size = max(self._vocab, backend.get_vocab_size(with_added_tokens=True))
+            self._tokenizer = llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._end_ids)
+            singles = {text: self._tokenizer.tokenize_str(text) for text in '}]"0:,\\'}
+            self._closers = {text: ids[0] if len(ids) == 1 else None for text, ids in singles.items()}
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
+        if failed:
+            raise ConfigError(f"the grammar cannot be used: {messages[0]}")
+        return llguidance.LLMatcher(self._tokenizer, text)
+
+
+class Constraint:
+    """Where one answer stands in its grammar. Used by one thread.
+
+    Args:
+        closers: the tokens of single characters that end things in JSON.
+        budget: most tokens of the answer.
+    """
+
+    def __init__(
+        self, matcher: Any, tokenizer: Any, closers: dict[str, Any], budget: int, end_ids: Iterable[int]
+    ) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+        self._closers = closers
+        self._left = budget
+        self._end_ids = frozenset(end_ids)
+        self._taken = 0
+        self._checked = 0  # length of the shortest end when it was last looked for, and how many tokens ago
+        self._since = _CHECK_EVERY
+
+    @property
+    def finished(self) -> bool:
+        """True when nothing can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def finished_after(self, count: int) -> bool:
+        """True when nothing can follow the first `count` tokens; more may have been taken by a step launched ahead."""
+        return self.finished and self._taken <= count
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """float32 [vocab]: the logits with -inf where the grammar allows no token."""
+        if self.finished:  # a step launched ahead, which nobody reads
+            return logits
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8).to(logits.device)
+        self._require_sound()
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        allowed = ((bits[:, None] >> shifts) & 1).flatten()[: logits.shape[-1]].bool()
+        masked = torch.full_like(logits, -torch.inf)
+        masked[: len(allowed)] = torch.where(allowed, logits[: len(allowed)], -torch.inf)
+        return masked
+
+    def take(self, token: int) -> int:
+        """Go on with a chosen token, or with another one when only that leads to a complete answer in time."""
+        if self.finished:
+            return token
+        self._left -= 1
+        self._taken += 1
+        self._since += 1
+        after = self._after(self._matcher, [token])
+        if token not in self._end_ids and self._must_check(token):
+            end = self._shortest(after, self._left)
+            if end is None:
+                way = self._shortest(self._matcher, self._left + 1)
+                if way:
+                    token, after = way[0], self._after(self._matcher, way[:1])
+            self._checked, self._since = (self._left if end is None else len(end)), 0
+        self._matcher = after
+        return token
+
+    def _must_check(self, token: int) -> bool:
+        if self._since >= _CHECK_EVERY or self._left <= self._checked + _CHECK_WITHIN:
+            return True
+        return _STRUCTURE.search(self._tokenizer.decode_bytes([token])) is not None
+
+    def shortest(self, limit: int) -> list[int] | None:
+        """Tokens of a short complete answer, at most `limit`, from here; None if none was found."""
+        return self._shortest(self._matcher, limit)
+
+    def _after(self, matcher: Any, tokens: list[int]) -> Any:
+        after = matcher.deep_copy()
+        if not after.consume_tokens(tokens):
+            raise EngineError(f"the grammar refused token {tokens} that it had allowed: {after.get_error()}")
+        return after
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise EngineError(f"the grammar cannot go on: {self._matcher.get_error()}")
+
+    def _shortest(self, matcher: Any, limit: int) -> list[int] | None:
+        """A short way to where the grammar is satisfied: brackets and strings are closed as soon as they may be.
+
+        Not always the shortest one; None when it is longer than `limit` tokens or none was found.
+        """
+        matcher = matcher.deep_copy()
+        way: list[int] = []
+        while not matcher.is_accepting():
+            step = matcher.compute_ff_tokens() or self._closing(matcher)
+            if not step or len(way) + len(step) > limit or not matcher.consume_tokens(step):
+                return None
+            way += step
+        return way
+
+    def _closing(self, matcher: Any) -> list[int]:
+        """One token that brings the answer nearer to its end."""
+
+        def allowed(text: str) -> bool:
+            token = self._closers[text]
+            return token is not None and matcher.validate_tokens([token]) == 1
+
+        # only in the middle of a string may a backslash stand; brackets would be part of it there
+        for text in '"0,:' if allowed("\\") else '}]"0:,':
+            if allowed(text):
+                return [self._closers[text]]
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        texts = {token: self._tokenizer.decode_bytes([token]) for token in tokens}
+        worth = [token for token in tokens if texts[token].strip()] or tokens
+        worth.sort(key=lambda token: len(texts[token]))
+        for token in worth[:64]:
+            after = matcher.deep_copy()
+            if after.consume_token(token) and after.is_accepting():
+                return [token]
+        return worth[:1]
+
+
+def schema_text(schema: Any) -> str:
+    """A JSON schema as text. Raises ConfigError for what is none."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ConfigError(f"json_schema is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise ConfigError(f"json_schema must be a mapping or its JSON text, got {type(schema).__name__}")
+    try:
+        return json.dumps(schema, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"json_schema cannot be written as JSON: {error}") from error

@@ -1,0 +1,225 @@
+"""Constrained answers: complete and valid even from random weights, and refused in words when impossible."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from lazy_rag import Runtime, SamplingParams
+from lazy_rag.errors import ConfigError, IncompleteAnswerError
+from lazy_rag.grammar import Grammars
+from lazy_rag.sampling import Sampler
+from lazy_rag.tokens import TextTokenizer
+from tests.fixtures import make_runtime
+from tests.tiny_tokenizer import tiny_tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "colour": {"enum": ["red", "green", None]},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "number": {"type": "number"}},
+            "required": ["street", "number"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "tags", "colour", "address"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with make_runtime() as rt:
+        yield rt
+
+
+def check_person(value: Any) -> None:
+    assert set(value) == set(PERSON["required"])
+    assert isinstance(value["name"], str) and isinstance(value["age"], int)
+    assert all(isinstance(tag, str) for tag in value["tags"])
+    assert value["colour"] in ("red", "green", None)
+    assert isinstance(value["address"]["street"], str) and isinstance(value["address"]["number"], int | float)
+
+
+def test_200_of_200_objects_are_valid_from_random_weights(runtime: Runtime) -> None:
+    properties = {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": PERSON["properties"]["tags"]}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+    def ask(seed: int) -> Any:
+        temperature = (0.0, 1.0, 3.0)[seed % 3]
+        sampling = SamplingParams(json_schema=schema, max_tokens=30 + seed % 30, temperature=temperature, seed=seed)
+        answer = runtime.generate(f"Describe person {seed}.", sampling=sampling)
+        assert answer.finish_reason == "stop"
+        return answer.json()
+
+    with ThreadPoolExecutor(20) as pool:
+        values = list(pool.map(ask, range(200)))
+    assert len(values) == 200
+    for value in values:
+        assert list(value) == list(properties)
+        assert isinstance(value["name"], str) and isinstance(value["age"], int) and isinstance(value["tags"], list)
+    assert len({json.dumps(value) for value in values}) > 60
+
+
+@pytest.mark.parametrize("max_tokens", [72, 80, 100, 200])
+def test_the_budget_is_kept_and_the_object_complete(runtime: Runtime, max_tokens: int) -> None:
+    for seed in range(3):
+        sampling = SamplingParams(json_schema=json.dumps(PERSON), max_tokens=max_tokens, temperature=1.5, seed=seed)
+        answer = runtime.generate("Who?", sampling=sampling)
+        assert answer.usage["completion_tokens"] <= max_tokens
+        check_person(answer.json())
+
+
+def test_a_budget_no_answer_fits_is_refused_with_the_needed_number(runtime: Runtime) -> None:
+    with pytest.raises(ConfigError, match=r"max_tokens=10 is too small: what the grammar asks for takes \d+ tokens"):
+        runtime.generate("Who?", sampling=SamplingParams(json_schema=PERSON, max_tokens=10))
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        ({"type": "array", "items": {"type": "integer"}}, list),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 3}, list),
+        ({"type": "object"}, dict),
+        ({"type": "object", "properties": {}, "additionalProperties": False}, dict),
+        ({"type": "string", "minLength": 5}, str),
+        ({"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}$"}, str),
+        ({"type": "integer", "minimum": 100}, int),
+        ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, bool | None),
+        ({"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "object", "properties": {
+            "left": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}}, "required": ["left"],
+            "additionalProperties": False}}}, dict),
+    ],
+)  # fmt: skip
+def test_every_kind_of_schema_is_followed(runtime: Runtime, schema: Any, kind: Any) -> None:
+    for seed in range(3):
+        sampling = SamplingParams(json_schema=schema, max_tokens=40, temperature=2.0, seed=seed)
+        value = runtime.generate("Go.", sampling=sampling).json()
+        assert isinstance(value, kind)
+        if schema.get("minItems"):
+            assert len(value) == 3
+        if "pattern" in schema:
+            assert re.fullmatch("[0-9]{4}-[0-9]{2}", value)
+        if "minLength" in schema:
+            assert len(value) >= 5
+        if "minimum" in schema:
+            assert value >= 100
+
+
+def test_empty_arrays_stay_possible_and_whitespace_is_bounded(runtime: Runtime) -> None:
+    schema = {"type": "array", "items": {"type": "string"}}
+    texts = [
+        runtime.generate(
+            "Go.", sampling=SamplingParams(json_schema=schema, max_tokens=48, temperature=3.0, seed=seed)
+        ).text
+        for seed in range(15)
+    ]
+    assert any(json.loads(text) == [] for text in texts)
+    assert all(not re.search(r"\s{17}", re.sub(r'"([^"\\]|\\.)*"', '""', text)) for text in texts)
+
+
+def test_regular_expressions_and_grammars(runtime: Runtime) -> None:
+    for seed in range(5):
+        sampling = SamplingParams(regex=r"(yes|no), because [a-z ]{3,20}\.", max_tokens=60, temperature=1.0, seed=seed)
+        text = runtime.generate("Really?", sampling=sampling).text
+        assert re.fullmatch(sampling.regex or "", text)
+    grammar = 'start: item ("," item)*\nitem: "x" | "y"\n'
+    answer = runtime.generate("List.", sampling=SamplingParams(grammar=grammar, max_tokens=9, temperature=1.0, seed=0))
+    assert re.fullmatch("[xy](,[xy])*", answer.text)
+
+
+def test_a_stream_and_a_batch_with_ordinary_requests_give_the_same(runtime: Runtime) -> None:
+    sampling = SamplingParams(json_schema=PERSON, max_tokens=120, temperature=1.0, seed=7)
+    alone = runtime.generate("Who?", sampling=sampling)
+    plain = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    expected = runtime.generate("A story.", sampling=plain).text
+    with ThreadPoolExecutor(4) as pool:
+        futures = [
+            pool.submit(runtime.generate, q, sampling=s) for q, s in [("Who?", sampling), ("A story.", plain)] * 2
+        ]
+        texts = [future.result().text for future in futures]
+    assert texts == [alone.text, expected] * 2
+    assert "".join(runtime.chat("Who?", stream=True, sampling=sampling)) == alone.text
+
+
+def test_masks_come_before_top_k_and_log_probabilities_stay_the_models_own(runtime: Runtime) -> None:
+    sampling = SamplingParams(regex="[0-9]{4}", top_k=1, max_tokens=8, logprobs=True)
+    answer = runtime.generate("When?", sampling=sampling)
+    assert re.fullmatch("[0-9]{4}", answer.text)
+    assert answer.logprobs is not None and len(answer.logprobs) >= 4
+    assert all(value < 0 for value in answer.logprobs)
+
+
+def test_a_cut_answer_raises_a_typed_error_instead_of_half_json(runtime: Runtime) -> None:
+    answer = runtime.generate("Who?", sampling=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    with pytest.raises(IncompleteAnswerError, match="length"):
+        answer.json()
+    stopped = SamplingParams(json_schema=PERSON, max_tokens=90, stop='"age"', temperature=0)
+    with pytest.raises(IncompleteAnswerError, match="stop strings"):
+        runtime.generate("Who?", sampling=stopped).json()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"json_schema": "{"},
+        {"json_schema": 3},
+        {"json_schema": {"x": object()}},
+        {"regex": ""},
+        {"grammar": 1},
+        {"regex": "a", "grammar": "start: /a/"},
+        {"regex": "a", "ignore_eos": True},
+    ],
+)
+def test_wrong_parameters_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        SamplingParams(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"json_schema": {"type": "objekt"}}, {"regex": "a("}, {"grammar": "start: nobody"}]
+)
+def test_grammars_that_cannot_be_compiled_are_refused_before_anything_runs(
+    runtime: Runtime, arguments: dict[str, Any]
+) -> None:
+    before = runtime.stats.requests
+    with pytest.raises(ConfigError, match="the grammar cannot be used"):
+        runtime.generate("Go.", sampling=SamplingParams(**arguments))
+    assert runtime.stats.requests == before
+    assert runtime.check() == []
+
+
+def test_without_llguidance_the_error_names_the_extra(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"lazy-rag\[grammar\]"):
+        runtime.generate("Go.", sampling=SamplingParams(regex="a+"))
+    assert runtime.generate("Go.", sampling=SamplingParams(max_tokens=2)).usage["completion_tokens"] >= 1
+
+
+def test_a_step_launched_ahead_does_not_end_the_answer_a_token_early() -> None:
+    """On a GPU the next token is drawn before the one before is read back; draws past the end are nobody's."""
+    tokens = TextTokenizer(tiny_tokenizer())
+    grammars = Grammars(tokens, 384, [2])
+    sampling = SamplingParams(regex="aaa", max_tokens=8).resolve()
+    sampler = Sampler(sampling, "cpu", constraint=grammars.constraint(sampling))
+    logits = torch.randn(384, generator=torch.Generator().manual_seed(0))
+    drawn = []
+    while not sampler.finished_after(10):
+        drawn.append(int(sampler.draw(logits)[0]))
+    assert tokens.decode(drawn) == "aaa"
+    assert not sampler.finished_after(len(drawn) - 1)
+    assert sampler.finished_after(len(drawn))
+    sampler.draw(logits)
+    assert not sampler.finished_after(len(drawn) - 1)
