@@ -406,6 +406,13 @@ class Runtime:
         """The prompt that `generate` would run, without running it."""
         return self._prepared.request(question, chunk_ids, options).layout
 
+    @checked_keywords(ChatOptions)
+    def chat_layout(
+        self, messages: ChatMessages, chunk_ids: Sequence[Piece] = (), **options: Unpack[ChatOptions]
+    ) -> PromptLayout:
+        """The prompt that `chat` would run, without running it."""
+        return self._prepared.chat(messages, chunk_ids, options).layout
+
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
         prepared = self._prepared.request(layout, (), {})
@@ -514,6 +521,11 @@ class Runtime:
         return tiers
 
     @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._parts.max_context
+
+    @property
     def closed(self) -> bool:
         """True after `close`."""
         return self._closed
@@ -525,7 +537,7 @@ class Runtime:
             "model": str(self._manifest.model or model.model.name_or_path or type(model.model).__name__),
             "on": f"{model.device}, {str(model.dtype).removeprefix('torch.')}",
             "embedder": "none" if self.embeddings is None else self.embeddings.name,
-            "context": f"{self._parts.max_context} tokens",
+            "context": f"{self.max_context} tokens",
             "store": "none" if self._store is None else str(self._store.folder),
             "state": "closed" if self._closed else "open",
         }

@@ -18,7 +18,8 @@ from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from langchain_lazy_rag.embeddings import LazyRAGEmbeddings, embeddings_name
 from lazy_rag import LazyRAGError, Runtime, Source
-from lazy_rag.errors import EmptyCorpusError
+from lazy_rag.errors import EmptyCorpusError, EmptyQuestionError
+from lazy_rag.retriever import Hit
 
 _TEXT_KEY = "lazy_rag:page_content"  # in the stored metadata, where a chunk's text is not the document's own
 
@@ -203,13 +204,12 @@ class LazyRAGVectorStore(VectorStore):
         """Documents with their scores and chunk ids."""
         try:
             hits = self.runtime.retrieve(query, k, filter=filter, namespace=self.namespace)
-        except EmptyCorpusError:
+        except (EmptyCorpusError, EmptyQuestionError):  # nothing is like nothing
             return []
         found = []
         for hit in hits:
-            source = Source(hit.chunk_id, hit.text, hit.score, hit.document_id, hit.metadata)
             name = hit.document_id if hit.siblings == 1 else hit.chunk_id
-            found.append((_document(source, name), hit.score, hit.chunk_id))
+            found.append((_document(hit, name), hit.score, hit.chunk_id))
         return found
 
     def _select_relevance_score_fn(self) -> Any:
@@ -281,11 +281,11 @@ def _with_text(text: str, metadata: dict[str, Any]) -> dict[str, Any]:
     return metadata if text == text.strip() else {**metadata, _TEXT_KEY: text}
 
 
-def _text(source: Source) -> str:
+def _text(source: Source | Hit) -> str:
     text: str = source.metadata.get(_TEXT_KEY, source.text)
     return text
 
 
-def _document(source: Source, name: str) -> Document:
+def _document(source: Source | Hit, name: str) -> Document:
     metadata = {key: value for key, value in source.metadata.items() if key != _TEXT_KEY}
     return Document(page_content=_text(source), metadata=metadata, id=name)
