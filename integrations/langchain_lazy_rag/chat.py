@@ -45,7 +45,7 @@ class ChatLazyRAG(BaseChatModel):
         temperature, max_tokens, top_k, top_p, min_p, repetition_penalty, seed, stop: see `SamplingParams`; each can be
             given for one call too. Without a temperature the model's own default applies.
         anchor: look for chunks in the messages. `namespace`: whose. `repair`: see `Runtime`.
-        timeout: seconds; an answer that is not complete by then is cancelled and LazyRAGError is raised.
+        timeout: seconds from the call; an answer that is not complete by then is cancelled and LazyRAGError raised.
         max_retries, api_key: accepted, as every LangChain model does, and without use: nothing is sent anywhere.
 
     Tools and structured output are enforced by a grammar: arguments always follow their schema.
@@ -202,7 +202,7 @@ class ChatLazyRAG(BaseChatModel):
         async with aclosing(pieces) as stream:
             while True:
                 try:
-                    async with asyncio.timeout_at(ends):  # not around a yield: the consumer's time is not ours
+                    async with asyncio.timeout_at(ends):  # never around a yield: it would cancel the consumer
                         piece = await anext(stream)
                 except StopAsyncIteration:
                     break
