@@ -6,7 +6,7 @@ VENV   ?= .venv
 bin     := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test stress lint bench clean
+.PHONY: demo test stress lint bench notebooks clean
 
 demo: $(VENV)/.ready
 	$(bin)/python examples/demo.py
@@ -27,6 +27,9 @@ lint: $(VENV)/.ready-test
 
 bench: $(VENV)/.ready
 	$(bin)/python -m benchmarks.cpu
+
+notebooks: $(VENV)/.ready-test
+	$(bin)/python -m tests.notebooks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

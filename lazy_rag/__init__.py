@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,21 @@ __all__ = [
     "Source",
     "ToolCall",
 ]
+
+
+if "ipykernel" in sys.modules:
+    # before transformers and others import tqdm.auto, which warns in a kernel that has no ipywidgets
+    import_module("lazy_rag.progress")
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext lazy_rag`: the magics `%%ask` and `%rag_stats`."""
+    import_module("lazy_rag.notebook").load_ipython_extension(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """`%unload_ext lazy_rag`."""
+    import_module("lazy_rag.notebook").unload_ipython_extension(ipython)
 
 
 def __getattr__(name: str) -> Any:

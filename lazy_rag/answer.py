@@ -96,6 +96,11 @@ class Receipt:
     def _has_rate(self) -> bool:
         return self.tokens_generated > 1 and self.times.decode > 0
 
+    def _repr_html_(self) -> str:
+        from lazy_rag.display import receipt_html
+
+        return receipt_html(self)
+
 
 @dataclass(frozen=True)
 class Sample:

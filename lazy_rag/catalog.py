@@ -64,7 +64,8 @@ class ChunkRecord:
 @dataclass(frozen=True)
 class Hit:
     """One search result. `score` is the cosine similarity in [-1, 1], higher is better. `document_id`, `ordinal` (place
-    of the chunk in its document) and `metadata` belong to the oldest matching occurrence of the chunk."""
+    of the chunk in its document), `siblings` (how many chunks that document has, this one included) and `metadata`
+    belong to the oldest matching occurrence of the chunk."""
 
     chunk_id: str
     text: str
@@ -73,6 +74,7 @@ class Hit:
     document_id: str
     ordinal: int
     token_ids: tuple[int, ...] = ()
+    siblings: int = 1
 
 
 @dataclass(frozen=True)
@@ -318,23 +320,26 @@ class Catalog:
         pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
         return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
 
-    def find(self, namespace: str, where: Filter | None, document_ids: Sequence[str] | None) -> list[Hit]:
-        """Every chunk of every document (of those named) that passes the filter, in order of row ids; no score."""
+    def find(self, namespace: str, where: Filter | None, ids: Sequence[str] | None) -> list[Hit]:
+        """Every chunk of every document (of those documents or chunks named) that passes the filter; no score."""
         sql = (
-            "SELECT r.row_id FROM rows r JOIN documents d USING (document_key) WHERE d.namespace = ? "
-            f"AND {where.sql if where else '1'}"
+            "SELECT r.row_id FROM rows r JOIN documents d USING (document_key) JOIN chunks c USING (vector_id) "
+            f"WHERE d.namespace = ? AND {where.sql if where else '1'}"
         )
         parameters: tuple[Any, ...] = (namespace, *(where.parameters if where else ()))
-        if document_ids is not None:
-            sql += " AND d.document_id IN (SELECT value FROM json_each(?))"
-            parameters += (json.dumps(list(document_ids)),)
-        rows = self._db.execute(sql + " ORDER BY r.row_id", parameters).fetchall()
+        if ids is not None:
+            listed = json.dumps(list(ids))
+            named = "IN (SELECT value FROM json_each(?))"
+            sql += f" AND (d.document_id {named} OR c.chunk_id {named})"
+            parameters += (listed, listed)
+        rows = self._db.execute(sql + " ORDER BY r.document_key, r.ordinal", parameters).fetchall()
         return self.hits([(row[0], math.nan) for row in rows])
 
     def hits(self, scored: Sequence[tuple[int, float]]) -> list[Hit]:
         """Hits for (row id, score) pairs, in their order."""
         found = self._db.execute(
-            "SELECT r.row_id, c.chunk_id, c.text, r.metadata, d.document_id, r.ordinal, c.token_ids FROM rows r "
+            "SELECT r.row_id, c.chunk_id, c.text, r.metadata, d.document_id, r.ordinal, c.token_ids, "
+            "(SELECT COUNT(*) FROM rows s WHERE s.document_key = r.document_key) FROM rows r "
             "JOIN chunks c USING (vector_id) JOIN documents d USING (document_key) "
             "WHERE r.row_id IN (SELECT value FROM json_each(?))",
             (json.dumps([row for row, _ in scored]),),
@@ -342,9 +347,19 @@ class Catalog:
         by_row = {row[0]: row[1:] for row in found}
         result = []
         for row, score in scored:
-            chunk_id, text, metadata, document_id, ordinal, tokens = by_row[row]
-            result.append(Hit(chunk_id, text, score, decode_metadata(metadata), document_id, ordinal, _tokens(tokens)))
+            chunk_id, text, metadata, document_id, ordinal, tokens, siblings = by_row[row]
+            values = decode_metadata(metadata)
+            result.append(Hit(chunk_id, text, score, values, document_id, ordinal, _tokens(tokens), siblings))
         return result
+
+    def vectors(self, chunk_ids: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """Unit vectors float32 `[d]` of those chunks that have one."""
+        found = self._db.execute(
+            "SELECT c.chunk_id, v.data FROM chunks c JOIN vectors v USING (vector_id) "
+            "WHERE c.chunk_id IN (SELECT value FROM json_each(?))",
+            (json.dumps(list(chunk_ids)),),
+        )
+        return {row[0]: np.frombuffer(row[1], dtype="<f4").astype(np.float32) for row in found}
 
     def problems(self) -> list[str]:
         """Structural faults of the database itself."""
@@ -473,15 +488,15 @@ class Catalog:
             self._db.execute("DELETE FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM rows)")
             self._touch()
 
-    def delete(self, ids: Sequence[str], namespace: str) -> Written:
+    def delete(self, ids: Sequence[str], namespace: str, *, missing_ok: bool = False) -> Written:
         """Delete documents, and every occurrence of chunks, by id. A document that loses its last chunk goes too.
-        Raises UnknownChunkError, with nothing deleted, when an id is neither in the namespace."""
+        Raises UnknownChunkError, with nothing deleted, when an id is neither in the namespace, unless `missing_ok`."""
         with self._transaction():
             before = self.state
             documents = self._ids_of("SELECT document_id, document_key FROM documents", "document_id", ids, namespace)
             chunks = self._ids_of("SELECT chunk_id, vector_id FROM chunks", "chunk_id", ids, namespace)
             unknown = [item for item in ids if item not in documents and item not in chunks]
-            if unknown:
+            if unknown and not missing_ok:
                 raise UnknownChunkError(
                     f"no document or chunk {', '.join(map(repr, unknown[:5]))}{' …' if len(unknown) > 5 else ''} "
                     f"in namespace {namespace!r}; nothing was deleted"
@@ -501,7 +516,7 @@ class Catalog:
                 (json.dumps([row[2] for row in rows]),),
             )
             removed = self._drop_unreferenced({row[1] for row in rows})
-            after = self._touch() if ids else before
+            after = self._touch() if rows else before
         return Written(Change((), tuple(removed.values())), {}, tuple(removed), before, after)
 
     def _ids_of(self, select: str, column: str, ids: Sequence[str], namespace: str) -> dict[str, int]:

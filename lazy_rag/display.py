@@ -1,4 +1,5 @@
-"""Prompts and answers as HTML for notebooks: self-contained, no scripts, nothing loaded from elsewhere.
+"""Prompts, answers, receipts and the state of a runtime as HTML for notebooks: self-contained, no scripts, nothing
+loaded from elsewhere.
 
 The offset bar shows a prompt from its first to its last position: one part for each segment and live run, as wide as it
 has tokens (but never too narrow to be seen), coloured by where its KV came from. The colours are mid-tones and the text
@@ -7,22 +8,26 @@ takes the page's own colour, so that both light and dark pages work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lazy_rag.layout import LiveRun, PromptLayout, Segment
 
 if TYPE_CHECKING:
     from lazy_rag.answer import Answer, Receipt, Source
     from lazy_rag.requests import ChunkUse
+    from lazy_rag.runtime import Runtime
+    from lazy_rag.stats import Stats
 
 MAX_PARTS = 60  # of a bar; also rows of the table
 MAX_TEXT = 2000  # characters of one text
 _EXCERPT = 90  # characters of a source that stand in the table while it is folded
 _CHARACTER_SHARE = 0.011  # share of the bar that a character of a label takes; a part too narrow has none inside
 _TICK_SHARE = 0.05  # share of the bar that must lie between two offset labels
+
+_GREY = "#737a85"
 
 # kind of a part → (what the legend says, CSS background)
 _KINDS = {
@@ -62,6 +67,8 @@ _STYLE = """
 .lazy-rag .lr-full{white-space:pre-wrap;overflow-wrap:anywhere;margin:.4em 0;padding-left:.8em;
  border-left:2px solid rgba(128,128,128,.5)}
 .lazy-rag .lr-dim{opacity:.75}
+.lazy-rag svg{display:block;width:100%;height:14px;border-radius:2px;margin:.2em 0}
+.lazy-rag .lr-head{font-weight:600;margin:.5em 0 .1em}
 @media (prefers-color-scheme:dark){.lazy-rag .lr-fill{box-shadow:inset 0 0 0 1px rgba(255,255,255,.18)}}
 """.strip()
 
@@ -96,6 +103,118 @@ def answer_html(answer: Answer) -> str:
         _table(answer),
         _dropped(answer.dropped),
     )
+
+
+def receipt_html(receipt: Receipt) -> str:
+    """A receipt: where the prompt's tokens came from, where the time went, and every chunk."""
+    times = receipt.times
+    rest = max(0.0, times.first_token - times.queue - times.encode - times.prefill)
+    rows = [_row(use, str(number)) for number, use in enumerate(receipt.chunks[:MAX_PARTS], 1)]
+    return _page(
+        _shares(f"prompt, {_count(receipt.prompt_tokens, 'token')}", _token_shares(receipt), str),
+        _shares(
+            "time",
+            [
+                ("retrieve", times.retrieve, "#1f6fb2"),
+                ("queue", times.queue, _GREY),
+                ("encode", times.encode, "#b3541e"),
+                ("prefill", times.prefill, "#7d4fa3"),
+                ("other, to the first token", rest, "#5d636c"),
+                ("decode", times.decode, "#1d7a55"),
+            ],
+            _milliseconds,
+        ),
+        _facts(
+            [
+                f"{receipt.reuse:.0%} of chunk tokens from cache",
+                f"{_count(receipt.tokens_generated, 'token')} generated",
+            ]
+        ),
+        _rows(rows, len(receipt.chunks), _USE_HEAD),
+    )
+
+
+def stats_html(stats: Stats) -> str:
+    """Sizes and totals of a runtime: how full the pool is, what was found in it, and which tokens were computed."""
+    return _page(*_stats_blocks(stats))
+
+
+def runtime_html(runtime: Runtime) -> str:
+    """What a runtime is made of, and its statistics; a closed one says so."""
+    about = [f"<b>{escape(_capped(name))}</b> {escape(_capped(value))}" for name, value in runtime.about().items()]
+    head = f'<div class="lr-facts">{"".join(f"<span>{fact}</span>" for fact in about)}</div>'
+    return _page(head, *([] if runtime.closed else _stats_blocks(runtime.stats)))
+
+
+def _stats_blocks(stats: Stats) -> list[str]:
+    used = stats.pages - stats.pages_free
+    unit = stats.page_bytes
+    return [
+        _shares(
+            f"page pool, {_bytes(stats.pages * unit)}",
+            [("used", used * unit, "#1d7a55"), ("free", stats.pages_free * unit, _GREY)],
+            _bytes,
+        ),
+        _shares(
+            f"chunk uses, {stats.hit_ratio:.0%} found",
+            [("hits", stats.chunk_hits, "#1d7a55"), ("misses", stats.chunk_misses, "#b3541e")],
+            str,
+        ),
+        _shares("prompt tokens", _token_shares(stats), str),
+        _facts(
+            [
+                _count(stats.documents, "document"),
+                f"{_count(stats.chunks_indexed, 'chunk')} indexed, {stats.chunks_resident} in memory",
+                _count(stats.evictions, "eviction"),
+                f"{_count(stats.requests, 'request')}, {_count(stats.tokens_generated, 'token')} generated",
+            ]
+        ),
+    ]
+
+
+def _token_shares(counts: Receipt | Stats) -> list[tuple[str, float, str]]:
+    return [
+        ("reused", counts.tokens_reused, "#1d7a55"),
+        ("encoded", counts.tokens_encoded, "#b3541e"),
+        ("live", counts.tokens_live, _GREY),
+    ]
+
+
+def _shares(title: str, parts: Sequence[tuple[str, float, str]], show: Callable[[Any], str]) -> str:
+    """A heading, a bar cut in proportion to the values (name, value, colour), and what each part is."""
+    total = sum(value for _, value, _ in parts)
+    rects, left = [], 0.0
+    for name, value, colour in parts:
+        width = 100 * value / total if total else 0.0
+        if width:
+            rects.append(
+                f'<rect x="{left:.3f}" y="0" width="{width:.3f}" height="1" fill="{colour}">'
+                f"<title>{name}: {show(value)}</title></rect>"
+            )
+        left += width
+    if not rects:
+        rects = [f'<rect x="0" y="0" width="100" height="1" fill="{_GREY}" fill-opacity="0.3"></rect>']
+    legend = "".join(
+        f'<span><span class="lr-key" style="background:{colour}"></span>{name} {show(value)}</span>'
+        for name, value, colour in parts
+    )
+    return (
+        f'<div class="lr-head">{escape(title)}</div>'
+        f'<svg viewBox="0 0 100 1" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
+        f'{"".join(rects)}</svg><div class="lr-legend">{legend}</div>'
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
 
 
 def _page(*blocks: str) -> str:
@@ -212,26 +331,37 @@ def _table(answer: Answer) -> str:
     sources = {source.chunk_id: source for source in answer.sources}
     numbers = _numbers(answer.layout)
     uses = answer.receipt.chunks
-    rows = [_row(use, numbers.get(use.chunk_id, ""), sources.get(use.chunk_id)) for use in uses[:MAX_PARTS]]
-    if len(uses) > MAX_PARTS:
-        rows.append(f'<tr><td colspan="7" class="lr-dim">{len(uses) - MAX_PARTS} more</td></tr>')
-    head = (
-        '<tr><th></th><th>chunk</th><th class="lr-n">offset</th><th class="lr-n">tokens</th><th>found in</th>'
-        '<th class="lr-n">score</th><th>source</th></tr>'
-    )
-    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    rows = [
+        _row(use, numbers.get(use.chunk_id, ""), _source_cells(numbers.get(use.chunk_id), sources.get(use.chunk_id)))
+        for use in uses[:MAX_PARTS]
+    ]
+    return _rows(rows, len(uses), _USE_HEAD + '<th class="lr-n">score</th><th>source</th>')
 
 
-def _row(use: ChunkUse, name: str, source: Source | None) -> str:
+_USE_HEAD = '<th></th><th>chunk</th><th class="lr-n">offset</th><th class="lr-n">tokens</th><th>found in</th>'
+
+
+def _rows(rows: list[str], count: int, head: str) -> str:
+    """The table of chunks from its rows; `count` of them in all."""
+    if count > len(rows):
+        rows = [*rows, f'<tr><td colspan="7" class="lr-dim">{count - len(rows)} more</td></tr>']
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _row(use: ChunkUse, name: str, more: str = "") -> str:
     number = "" if name == "prefix" else name
     tier = "encoded now" if use.tier == "encoded" else use.tier
-    score = "" if source is None or source.score is None else f"{source.score:.2f}"
-    origin = _source_cell(source) if source is not None else "encode prefix" if name == "prefix" else ""
     return (
         f"<tr><td>{number}</td><td><code>{escape(use.chunk_id[:12])}</code></td>"
         f'<td class="lr-n">{use.offset}</td><td class="lr-n">{use.length}</td>'
-        f'<td class="lr-tier">{escape(tier)}</td><td class="lr-n">{score}</td><td>{origin}</td></tr>'
+        f'<td class="lr-tier">{escape(tier)}</td>{more}</tr>'
     )
+
+
+def _source_cells(name: str | None, source: Source | None) -> str:
+    score = "" if source is None or source.score is None else f"{source.score:.2f}"
+    origin = _source_cell(source) if source is not None else "encode prefix" if name == "prefix" else ""
+    return f'<td class="lr-n">{score}</td><td>{origin}</td>'
 
 
 def _source_cell(source: Source) -> str:

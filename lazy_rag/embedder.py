@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -137,7 +136,11 @@ class Embedder:
 
 def _blocks(count: int, progress: bool) -> Iterator[tuple[int, int]]:
     """Half-open ranges covering `count` texts, reported to a tqdm bar when asked."""
-    bar = progress_bar(count, "embedding", "text") if progress and count else None
+    bar = None
+    if progress and count:
+        from lazy_rag.progress import progress_bar
+
+        bar = progress_bar(count, "embedding", "text")
     try:
         for start in range(0, count, _BLOCK):
             stop = min(start + _BLOCK, count)
@@ -147,15 +150,6 @@ def _blocks(count: int, progress: bool) -> Iterator[tuple[int, int]]:
     finally:
         if bar is not None:
             bar.close()
-
-
-def progress_bar(total: int, description: str, unit: str) -> Any:
-    """A `tqdm.auto` bar. A kernel without ipywidgets gets a text bar, without the warning tqdm gives on import."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from tqdm.auto import tqdm
-
-        return tqdm(total=total, desc=description, unit=unit)
 
 
 def _silent(encode: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from lazy_rag.building import Parts, Settings
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.locks import lock_folder
+from lazy_rag.progress import progress_bar
 from lazy_rag.records import KVRecords
 from lazy_rag.retriever import Retriever
 from lazy_rag.store import (
@@ -130,11 +129,14 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     resident = engine.call(engine.residency.in_memory).result()
     engine.residency.tiers.flush()
     held = _held(parts, retriever)
-    for chunk in tqdm([c for c in resident if c.id in held], desc="save", unit="chunk", disable=not progress):
-        if not records.path(chunk.id).is_file():
-            copy = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
-            if copy is not None:
-                records.save(chunk, *copy)
+    kept = [c for c in resident if c.id in held]
+    with progress_bar(len(kept), "save", "chunk", disable=not progress) as bar:
+        for chunk in kept:
+            if not records.path(chunk.id).is_file():
+                copy = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
+                if copy is not None:
+                    records.save(chunk, *copy)
+            bar.update()
     # evicted chunks of this runtime's own store belong to a copy too
     if parts.records is not None and own is None:
         for chunk in _chunks(parts, retriever, held):

@@ -262,12 +262,13 @@ class Retriever:
             given = {chunk.chunk_id: row for chunk, row in zip(chunks, matrix, strict=True)}
         return self._write(writes, given, progress)
 
-    def delete(self, ids: Sequence[str], *, namespace: str) -> Change:
+    def delete(self, ids: Sequence[str], *, namespace: str, missing_ok: bool = False) -> Change:
         """Delete documents by id and chunks by id (all their occurrences) from one namespace. A document that loses its
-        last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there."""
+        last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there; `missing_ok`
+        passes over those."""
         wanted = list(dict.fromkeys(_checked_ids([ids] if isinstance(ids, str) else ids)))
         check_namespace(namespace)
-        return self._call(lambda: self._delete(wanted, namespace))
+        return self._call(lambda: self._delete(wanted, namespace, missing_ok))
 
     # Reading
 
@@ -308,12 +309,13 @@ class Retriever:
         *,
         namespace: str,
         filter: Mapping[str, Any] | None = None,
-        document_ids: Sequence[str] | None = None,
+        ids: Sequence[str] | None = None,
     ) -> list[Hit]:
-        """Every chunk that passes the filter, of all documents or of those named; `score` is nan."""
+        """Chunks in their documents, oldest document first, in order: of these documents, or these chunks, or all.
+        `score` is nan."""
         check_namespace(namespace)
-        where = _compiled(filter)
-        return self._call(lambda: self._catalog.find(namespace, where, document_ids))
+        where, wanted = _compiled(filter), None if ids is None else _checked_ids(ids)
+        return self._call(lambda: self._catalog.find(namespace, where, wanted))
 
     def chunk(self, chunk_id: str) -> ChunkRecord:
         """The stored chunk. Raises UnknownChunkError."""
@@ -324,6 +326,17 @@ class Retriever:
         """Records of those ids that exist."""
         wanted = _checked_ids(chunk_ids)
         return self._call(lambda: self._catalog.known(wanted))
+
+    def vectors(self, chunk_ids: Sequence[str]) -> Vectors:
+        """The stored unit vectors, float32 `[n, d]`, in the order of the ids. Raises UnknownChunkError."""
+        wanted = _checked_ids(chunk_ids)
+        found = self._call(lambda: self._catalog.vectors(wanted))
+        lacking = [chunk_id for chunk_id in wanted if chunk_id not in found]
+        if lacking:
+            raise UnknownChunkError(f"chunk {lacking[0]!r} has no stored vector")
+        identity = self._call(lambda: self._catalog.identity())
+        dimension = 0 if identity is None else identity[1]
+        return np.stack([found[i] for i in wanted]) if wanted else np.zeros((0, dimension), dtype=np.float32)
 
     def chunk_ids(self, namespace: str | None = None) -> list[str]:
         """Chunk ids of one namespace, or of all, oldest first."""
@@ -506,8 +519,8 @@ class Retriever:
             self.anchors.remove(change.removed, namespace)
         return change
 
-    def _delete(self, ids: Sequence[str], namespace: str) -> Change:
-        change = self._apply(self._catalog.delete(ids, namespace))
+    def _delete(self, ids: Sequence[str], namespace: str, missing_ok: bool) -> Change:
+        change = self._apply(self._catalog.delete(ids, namespace, missing_ok=missing_ok))
         self.anchors.remove(change.removed, namespace)
         return change
 

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import asdict, replace
@@ -20,15 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from lazy_rag import streaming
-from lazy_rag.answer import Answer, Explanation, Source, make_answer
+from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
 from lazy_rag.arguments import checked_keywords
 from lazy_rag.building import Settings, build, known_ttl
+from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
@@ -59,13 +61,15 @@ from lazy_rag.preparing import (
     known_chunk,
     known_namespace,
 )
+from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
-from lazy_rag.stats import Stats
+from lazy_rag.stats import Occupancy, Stats
 from lazy_rag.store import read_warm, write_warm
 from lazy_rag.tools import CallFilter
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
+RECEIPTS = 256  # how many are kept
 
 
 class Runtime:
@@ -161,7 +165,7 @@ class Runtime:
         policy = make_policy(policy)
         if live and dtype is not None and settings.dtype != model.dtype:
             raise ConfigError(f"the model is {model.dtype}: convert it, or leave dtype out")
-        with ExitStack() as undo:
+        with ExitStack() as undo, loading_bars(self._progress):
             self._store = None if store is None else undo.enter_context(OpenStore(store))
             loaded, self.tokenizer = load_model(
                 model,
@@ -202,6 +206,7 @@ class Runtime:
         if folder is not None:
             self._warm_up(folder)
         self.last_answer: Answer | None = None
+        self.receipts: deque[Receipt] = deque(maxlen=RECEIPTS)  # of the latest requests, oldest first
         # a runtime nobody holds any more gives back thread, pages and model
         self._finalizer = weakref.finalize(
             self, _let_go, self._engine, self._retriever, self._parts.model, self._store, os.getpid()
@@ -319,7 +324,7 @@ class Runtime:
         job = self._engine.encode(chunks, evict=evict, pin=pin, ttl=ttl, on_progress=done.put)
         job.future.add_done_callback(lambda _: done.put(None))
         try:
-            with tqdm(total=len(chunks), desc="encode", unit="chunk", disable=not self._progress) as bar:
+            with progress_bar(len(chunks), "encode", "chunk", disable=not self._progress) as bar:
                 while (step := done.get()) is not None:
                     bar.update(step)
         except BaseException:  # Ctrl-C, say
@@ -352,16 +357,25 @@ class Runtime:
         filter: Mapping[str, Any] | None = None,
         namespace: str | None = None,
     ) -> list[Source]:
-        """Every chunk whose metadata passes the filter, of all documents or of those named, in the order added."""
+        """What is indexed: the chunks of these documents, or these chunks, or all; the oldest document first, in order.
+
+        `filter` is on metadata. Ids that are not there give nothing; a chunk that stands in several documents is given
+        for each of them.
+        """
         self._require_open()
         wanted = None if ids is None else list(_listed(ids, "ids"))
-        found = self._retriever.find(namespace=self._preparer.space(namespace), filter=filter, document_ids=wanted)
+        found = self._retriever.find(namespace=self._preparer.space(namespace), filter=filter, ids=wanted)
         return [Source(ChunkId(h.chunk_id), h.text, None, h.document_id, h.metadata) for h in found]
 
     def has_chunks(self, *, namespace: str | None = None) -> bool:
         """Whether anything was added to a namespace that a search could find."""
         self._require_open()
         return self._retriever.has_chunks(self._preparer.space(namespace))
+
+    def vectors(self, chunk_ids: Sequence[str]) -> NDArray[np.float32]:
+        """The stored unit vectors of chunks, float32 `[n, d]`. Raises UnknownChunkError."""
+        self._require_open()
+        return self._retriever.vectors(list(_listed(chunk_ids, "chunk_ids")))
 
     # asking
 
@@ -439,6 +453,13 @@ class Runtime:
         """The prompt that `generate` would run, without running it."""
         return self._prepared.request(question, chunk_ids, options).layout
 
+    @checked_keywords(ChatOptions)
+    def chat_layout(
+        self, messages: ChatMessages, chunk_ids: Sequence[Piece] = (), **options: Unpack[ChatOptions]
+    ) -> PromptLayout:
+        """The prompt that `chat` would run, without running it."""
+        return self._prepared.chat(messages, chunk_ids, options).layout
+
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
         prepared = self._prepared.request(layout, (), {})
@@ -506,13 +527,17 @@ class Runtime:
         return list({c.id: c for c in (self.chunk(i, namespace=namespace) for i in _listed(ids, "ids"))}.values())
 
     @checked_keywords()
-    def delete(self, ids: Sequence[str], *, namespace: str | None = None) -> None:
-        """Delete documents or chunks by id: vector, text and KV, in memory and on disk."""
+    def delete(self, ids: Sequence[str], *, missing_ok: bool = False, namespace: str | None = None) -> None:
+        """Delete documents or chunks by id: vector, text and KV, in memory and on disk.
+
+        Raises UnknownChunkError, with nothing deleted, for an id that is not there; `missing_ok` passes over those.
+        """
         self._require_open()
         gone = list(_listed(ids, "ids"))
         if not all(isinstance(i, str) for i in gone):
             raise UnknownChunkError("document and chunk ids are strings")
-        removed = self._retriever.delete(gone, namespace=self._preparer.space(namespace)).removed
+        space = self._preparer.space(namespace)
+        removed = self._retriever.delete(gone, namespace=space, missing_ok=missing_ok).removed
         self._forget(removed)
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
@@ -568,6 +593,50 @@ class Runtime:
 
         documents = len(self._retriever.documents(self._preparer.space(None)))
         return Stats(documents=documents, chunks_indexed=len(self._retriever), **engine.call(read).result())
+
+    def occupancy(self) -> dict[str, Occupancy]:
+        """What each tier holds now, by its name in receipts; the disk only with a store, whose files are listed."""
+        self._require_open()
+        engine, records = self._engine, self._parts.records
+
+        def read() -> dict[str, Occupancy]:
+            pool, arena = engine.pool, engine.residency.tiers.arena
+            pages = sum(len(entry.pages) for entry in engine.cache)
+            size = pool.page_bytes
+            tiers = {engine.residency.pool_tier: Occupancy(len(engine.cache), pages * size, pool.num_pages * size)}
+            if arena is not None:
+                used = arena.num_pages - arena.num_free
+                tiers["host"] = Occupancy(len(arena), used * size, arena.num_pages * size)
+            return tiers
+
+        tiers = engine.call(read).result()
+        if records is not None:
+            sizes = records.sizes()
+            tiers["disk"] = Occupancy(len(sizes), sum(size for size, _ in sizes.values()), None)
+        return tiers
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
+    def about(self) -> dict[str, str]:
+        """What this runtime is made of, in words."""
+        model = self._parts.model
+        return {
+            "model": str(self._manifest.model or model.model.name_or_path or type(model.model).__name__),
+            "on": f"{model.device}, {str(model.dtype).removeprefix('torch.')}",
+            "embedder": "none" if self.embeddings is None else self.embeddings.name,
+            "context": f"{self.max_context} tokens",
+            "store": "none" if self._store is None else str(self._store.folder),
+            "state": "closed" if self._closed else "open",
+        }
+
+    def __repr__(self) -> str:
+        return f"Runtime({', '.join(f'{name}: {value}' for name, value in self.about().items())})"
+
+    def _repr_html_(self) -> str:
+        return runtime_html(self)
 
     def check(self) -> list[str]:
         """Broken invariants of the page pool and the chunk cache; empty when all is well."""
@@ -676,6 +745,7 @@ class Runtime:
         answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve, prepared.searched_by)
         calls = prepared.tools.read(answer.text) if prepared.tools is not None else ()
         self.last_answer = answer = replace(answer, text="", tool_calls=calls) if calls else answer
+        self.receipts.append(answer.receipt)
         return answer
 
     def _require_open(self) -> None:

@@ -6,6 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Occupancy:
+    """What one tier holds. `limit_bytes`: the most it may hold, None without a bound."""
+
+    chunks: int
+    bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True)
 class Stats:
     """Sizes now, and totals since the runtime started. Hits and misses count chunk uses of requests.
 
@@ -61,6 +70,11 @@ class Stats:
     def tier_token_hit_ratio(self) -> dict[str, float]:
         """`token_hit_ratio`, divided among the tiers."""
         return {tier: _share(hits, self.tokens_reused + self.tokens_missed) for tier, hits in self.hit_tokens.items()}
+
+    def _repr_html_(self) -> str:
+        from lazy_rag.display import stats_html
+
+        return stats_html(self)
 
 
 def _share(part: int, whole: int) -> float:

@@ -87,7 +87,7 @@ class _AsyncMailbox(_Mailbox):
 
 
 class TextIterator(Iterator[str]):
-    """Pieces of text as they come; `done` makes the answer of the completion at the end.
+    """Pieces of text as they come; `done` gets the completion at the end, and what it gives is `answer` from then on.
 
     The request is submitted with the first `next`. `close` cancels it, from any thread, also while another one waits in
     `next` (a generator could not be closed there). An iterator nobody holds any more closes itself: nothing that the
@@ -133,6 +133,12 @@ class TextIterator(Iterator[str]):
         self._closed = True
         if self._ticket is not None:
             _give_up(self._ticket)
+
+    def _ipython_display_(self) -> None:
+        """The last line of a notebook's cell shows itself: the text as it comes, then the answer."""
+        from lazy_rag.notebook import show
+
+        show(self)
 
     def __del__(self) -> None:
         if not self._closed:

@@ -10,13 +10,31 @@ from typing import Any
 import pytest
 
 from lazy_rag.answer import Answer, Receipt, Source
-from lazy_rag.display import MAX_PARTS, MAX_TEXT, answer_html, layout_html
+from lazy_rag.display import MAX_PARTS, MAX_TEXT, answer_html, layout_html, receipt_html, runtime_html, stats_html
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, LayoutBuilder, PromptLayout
 from lazy_rag.requests import ChunkUse, Times
+from lazy_rag.stats import Stats
 
 HOSTILE = "</div></style><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;"
-ALLOWED = {"div", "style", "span", "table", "thead", "tbody", "tr", "th", "td", "code", "details", "summary", "b"}
+ALLOWED = {
+    "svg",
+    "rect",
+    "title",
+    "div",
+    "style",
+    "span",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "code",
+    "details",
+    "summary",
+    "b",
+}
 PREFIX = Chunk(ChunkId("f" * 40), tuple(range(24)), 0)
 A = Chunk(ChunkId("a1" * 20), tuple(range(100)), 24)
 B = Chunk(ChunkId("b2" * 20), tuple(range(50)), 24)
@@ -195,3 +213,67 @@ def test_sources_without_score_or_document() -> None:
     text = texts(parse(answer_html(bare)))  # type: ignore[arg-type]
     assert "short" in text
     assert "None" not in text
+
+
+def shares(checker: _Checker) -> list[list[float]]:
+    """The widths of the parts of each bar, in percent."""
+    bars: list[list[float]] = []
+    for tag, attributes in checker.tags:
+        if tag == "svg":
+            bars.append([])
+        elif tag == "rect":
+            bars[-1].append(float(str(attributes["width"])))
+    return bars
+
+
+def test_receipt_shows_where_tokens_came_from_and_time_went() -> None:
+    uses = tuple(ChunkUse(A.id, 24 + 100 * i, 0, 100, tier) for i, tier in enumerate(("gpu", "disk", "encoded")))
+    receipt = Receipt(uses, 200, 100, 100, 0, 5, Times(0.010, 0.020, 0.030, 0.040, 0.1, 0.8))
+    checker = parse(receipt_html(receipt))
+    tokens, times = shares(checker)
+    assert tokens == pytest.approx([50, 25, 25], abs=0.01)
+    # retrieve, queue, encode, prefill, what is left of the first token's time, decode
+    assert times == pytest.approx([100 * t / 0.91 for t in (0.01, 0.02, 0.03, 0.04, 0.01, 0.8)], abs=0.01)
+    text = texts(checker)
+    for expected in ("200", "67% of chunk tokens", "800 ms", "5 tokens generated", "encoded now", "disk"):
+        assert expected in text
+    assert receipt._repr_html_() == receipt_html(receipt)
+
+
+def test_receipt_of_nothing_and_of_much() -> None:
+    empty = parse(receipt_html(Receipt((), 0, 0, 0, 0, 0, Times())))
+    assert shares(empty) == [[100.0], [100.0]]
+    use = ChunkUse(ChunkId("<script>" + "e" * 32), 0, 0, 1, "<i>")
+    checker = parse(receipt_html(Receipt((use,) * (MAX_PARTS + 9), 1, 0, 0, 0, 0, Times())))
+    assert len([tag for tag, _ in checker.tags if tag == "tr"]) == 1 + MAX_PARTS + 1
+    assert "9 more" in texts(checker)
+    assert {tag for tag, _ in checker.tags} <= ALLOWED
+
+
+def stats(**values: int) -> Stats:
+    names = Stats.__dataclass_fields__
+    return Stats(**{**dict.fromkeys(names, 0), **values})
+
+
+def test_stats_show_the_pool_and_the_hits() -> None:
+    made = stats(pages=100, pages_free=25, page_bytes=1 << 20, chunk_hits=3, chunk_misses=1, documents=1)
+    checker = parse(stats_html(made))
+    pool, hits, _ = shares(checker)
+    assert pool == [75, 25]
+    assert hits == [75, 25]
+    text = texts(checker)
+    for expected in ("100.0 MiB", "75.0 MiB", "75% found", "1 document"):
+        assert expected in text
+    assert made._repr_html_() == stats_html(made)
+    parse(stats_html(stats()))
+
+
+def test_runtime_shows_what_it_is_made_of() -> None:
+    about = {"model": HOSTILE, "state": "open"}
+    made: Any = SimpleNamespace(about=lambda: about, closed=False, stats=stats(pages=2))
+    checker = parse(runtime_html(made))
+    assert HOSTILE in texts(checker)
+    assert {tag for tag, _ in checker.tags} <= ALLOWED
+    assert len(shares(checker)) == 3
+    made.closed, made.stats = True, None
+    assert shares(parse(runtime_html(made))) == []

@@ -57,9 +57,10 @@ def test_importing_the_package_or_its_command_line_loads_no_model_library(module
 
 
 def test_importing_the_runtime_loads_no_framework_and_no_faiss() -> None:
-    loaded = set(_run(f"import lazy_rag, lazy_rag.runtime; {_LOADED}").split())
+    loaded = set(_run(f"import lazy_rag, lazy_rag.notebook, lazy_rag.plots; {_LOADED}").split())
     assert "torch" in loaded
-    assert not {name for name in loaded if name.startswith(("langchain", "llama_index", "faiss"))}
+    heavy = ("langchain", "llama_index", "faiss", "IPython", "ipykernel", "matplotlib")
+    assert not {name for name in loaded if name.startswith(heavy)}
 
 
 def test_public_names_resolve() -> None:

@@ -47,6 +47,37 @@ def test_the_llama_index_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert hits == [False, False] and all(use.hit for use in rt.last_answer.receipt.chunks)
 
 
+def test_the_langchain_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("langchain_core")
+    from langchain_core.documents import Document
+
+    example = block_of("LangChain")
+    assert len(example.strip().splitlines()) == 6
+    texts = ("Keys are rotated inside attention, by the offset of their chunk.", "Values are not rotated.")
+    names: dict[str, Any] = {"docs": [Document(page_content=text) for text in texts]}
+    exec(example, names)
+    with names["rt"] as rt:
+        assert capsys.readouterr().out.strip() == rt.last_answer.text.strip() != ""
+        assert {source.text for source in rt.last_answer.sources} == set(texts)
+
+
+def test_the_jupyter_example_runs() -> None:
+    pytest.importorskip("nbclient")
+    from tests.notebooks import run_cells
+
+    example = block_of("Jupyter")
+    assert len(example.strip().splitlines()) == 6
+    outputs, (checked,) = run_cells([example, "print(answer.receipt.tokens_reused > 0, rt.stats.requests)"])
+    assert "lr-bar" in outputs[-1].data["text/html"]
+    assert checked.text.split() == ["True", "2"]
+
+
+def block_of(heading: str) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+
+
 def test_every_source_file_is_in_the_data_path() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for path in sorted((ROOT / "lazy_rag").glob("*.py")):

@@ -251,6 +251,42 @@ def test_delete_of_an_unknown_id_deletes_nothing(retriever: Retriever) -> None:
         retriever.delete(["one", "nowhere"], namespace="n")
     assert retriever.documents("n") == ["one"]
     assert retriever.delete([], namespace="n") == Change((), ())
+    assert retriever.delete(["nowhere"], namespace="n", missing_ok=True) == Change((), ())
+    assert retriever.delete(["one", "nowhere"], namespace="n", missing_ok=True).removed == (cid("a"),)
+    assert retriever.documents("n") == []
+
+
+def test_find_lists_what_is_indexed(retriever: Retriever) -> None:
+    retriever.upsert("two", records("b", "a"), metadata=[{"x": 1}, {"x": 2}])
+    retriever.upsert("one", records("a"), metadata={"x": 3})
+    retriever.upsert("other", records("z", namespace="m"), metadata={"x": 3})
+
+    def found(ids: Any, **options: Any) -> list[tuple[str, str, int]]:
+        return [(hit.document_id, hit.text, hit.metadata["x"]) for hit in retriever.find(ids=ids, **options)]
+
+    everything = [("two", "b", 1), ("two", "a", 2), ("one", "a", 3)]
+    assert found(None, namespace="n") == everything
+    assert found(["one", "never"], namespace="n") == everything[2:]
+    assert found([cid("a")], namespace="n") == everything[1:]
+    assert found([cid("a"), "two"], namespace="n", filter={"x": {"$gte": 2}}) == everything[1:]
+    assert found([], namespace="n") == []
+    assert found(["two"], namespace="m") == []
+
+
+def test_hits_count_the_chunks_of_their_document(retriever: Retriever) -> None:
+    retriever.upsert("two", records("b", "a"), metadata={})
+    retriever.upsert("one", records("c"), metadata={})
+    siblings = {hit.text: hit.siblings for hit in retriever.search("a", 9, namespace="n")}
+    assert siblings == {"a": 2, "b": 2, "c": 1}
+
+
+def test_stored_vectors_come_in_the_order_asked(retriever: Retriever, model: HashModel) -> None:
+    retriever.upsert("one", records("a", "b"), metadata={})
+    wanted = model.embedder().embed(["b", "a", "b"])
+    np.testing.assert_array_equal(retriever.vectors([cid("b"), cid("a"), cid("b")]), wanted)
+    assert retriever.vectors([]).shape == (0, DIMENSION)
+    with pytest.raises(UnknownChunkError, match="no stored vector"):
+        retriever.vectors(["never"])
 
 
 def test_ids_are_monotonic_and_never_reused(tmp_path: Path, model: HashModel) -> None:
@@ -850,7 +886,7 @@ def test_operators_on_lists_and_texts() -> None:
         assert matches({"text": {"$empty": True}}) == [1, 3, 4]
         assert matches({"text": {"$empty": False}}) == [0, 2]
         assert matches({"$not": {"tags": {"$contains": "green"}}}) == [2, 4]
-        assert [hit.chunk_id for hit in retriever.find(namespace="", document_ids=["4", "0", "x"])] == ["c0", "c4"]
+        assert [hit.chunk_id for hit in retriever.find(namespace="", ids=["4", "0", "x"])] == ["c0", "c4"]
         for wrong in ({"a": {"$text": 1}}, {"a": {"$any": "x"}}, {"a": {"$empty": 1}}, {"a": {"$contains": None}}):
             with pytest.raises(RetrieverError):
                 matches(wrong)

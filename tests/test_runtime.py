@@ -60,6 +60,22 @@ def runtime() -> Iterator[Runtime]:
         assert rt.check() == []
 
 
+def test_sources_vectors_and_search_by_vector(runtime: Runtime) -> None:
+    ids = runtime.add_chunks(TEXTS[:3], ids=["a", "b", "c"], metadata=[{"n": 1}, {"n": 2}, {"n": 3}])
+    assert [(s.document_id, s.chunk_id, s.text, s.score) for s in runtime.find()] == [
+        (name, chunk, text, None) for name, chunk, text in zip("abc", ids, TEXTS, strict=False)
+    ]
+    assert [s.metadata for s in runtime.find(ids=["c", ids[0], "never"], filter={"n": {"$lt": 3}})] == [{"n": 1}]
+    assert runtime.find(namespace="elsewhere") == []
+    vectors = runtime.vectors(ids)
+    assert [hit.chunk_id for hit in runtime.retrieve(vectors[1], k=1)] == [ids[1]]
+    assert runtime.retrieve(vectors[1], k=3) == runtime.retrieve(TEXTS[1], k=3)
+    runtime.delete(["a", "never"], missing_ok=True)
+    assert [s.document_id for s in runtime.find()] == ["b", "c"]
+    with pytest.raises(ConfigError, match="takes a list"):
+        runtime.find(ids="a")
+
+
 def page_checksums(runtime: Runtime) -> dict[str, str]:
     """Of the used token slots of every resident chunk, all layers."""
 

@@ -1,0 +1,191 @@
+"""What LangChain's suites do not ask of a vector store: identity, filters, persistence, namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("langchain_core")
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_lazy_rag import LangChainEmbedder, LazyRAGEmbeddings, LazyRAGRetriever, LazyRAGVectorStore
+
+from lazy_rag import LazyRAGError, Runtime
+from tests.fixtures import WordEmbedder, make_runtime
+
+
+@pytest.fixture
+def rt() -> Iterator[Runtime]:
+    with make_runtime() as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def store(rt: Runtime) -> LazyRAGVectorStore:
+    return LazyRAGVectorStore(rt)
+
+
+def test_ids_come_from_text_and_metadata(store: LazyRAGVectorStore) -> None:
+    same = [
+        Document(page_content="tea", metadata={"n": 1, "m": 2}),
+        Document(page_content="tea", metadata={"m": 2, "n": 1}),
+    ]
+    other = [
+        Document(page_content="tea", metadata={"n": 2}),
+        Document(page_content="coffee", metadata={"n": 1, "m": 2}),
+    ]
+    first = store.add_documents(same)
+    assert first[0] == first[1]
+    assert len({*first, *store.add_documents(other)}) == 3
+    assert store.add_documents(same) == first
+    assert len(store.runtime.find()) == 3
+    assert same[0].id is None
+
+
+@pytest.mark.parametrize("text", ["  tea \n", "tea", "\u00a0tea\u2003", "te\r\na\r\n"])
+def test_a_document_comes_back_to_the_letter(store: LazyRAGVectorStore, text: str) -> None:
+    metadata = {"a": [1, {"b": None}], "lang": "en"}
+    store.add_documents(
+        [Document(page_content="tea", id="plain"), Document(page_content=text, metadata=metadata, id="x")]
+    )
+    expected = Document(page_content=text, metadata=metadata, id="x")
+    assert store.get_by_ids(["x"]) == [expected]
+    assert store.similarity_search("tea", k=2, filter={"lang": "en"}) == [expected]
+    assert store.max_marginal_relevance_search("tea", k=1, filter={"lang": "en"}) == [expected]
+
+
+def test_texts_that_share_a_chunk_keep_their_own_form(rt: Runtime) -> None:
+    """A tokenizer that normalises gives "é" and "e" + accent the same tokens, and the catalog keeps the first text."""
+    tokens = rt._parts.chunker._tokens
+    plain = tokens.content
+    tokens.content = lambda text: plain(text.lower())  # type: ignore[method-assign]
+    store = LazyRAGVectorStore(rt)
+    ids = store.add_texts(["Tea time", "TEA TIME"])
+    assert len({source.chunk_id for source in rt.find()}) == 1
+    assert [document.page_content for document in store.get_by_ids(ids)] == ["Tea time", "TEA TIME"]
+
+
+def test_upsert_replaces_and_delete_forgets(store: LazyRAGVectorStore) -> None:
+    (chunk,) = store.runtime.find(ids=store.add_texts(["old text"], [{"v": 1}], ids=["d"]))
+    store.runtime.prefetch([chunk.chunk_id])
+    resident = store.runtime.stats.chunks_resident
+    assert store.add_texts(["new text"], [{"v": 2}], ids=["d"]) == ["d"]
+    assert store.similarity_search("old text", k=9) == [Document(page_content="new text", metadata={"v": 2}, id="d")]
+    assert store.runtime.stats.chunks_resident == resident - 1
+    assert store.delete(["d", "never"])
+    assert store.get_by_ids(["d"]) == []
+    assert store.similarity_search("new text") == []
+    store.add_texts(["a", "b"])
+    store.delete()
+    assert store.runtime.find() == []
+
+
+def test_nothing_is_written_when_something_is_wrong(store: LazyRAGVectorStore) -> None:
+    for texts, metadatas in ((["fine", "  "], None), (["fine"], [{"x": object()}]), (["fine"], [{}, {}])):
+        with pytest.raises(LazyRAGError):
+            store.add_texts(texts, metadatas)  # type: ignore[arg-type]
+    with pytest.raises(LazyRAGError, match="no argument 'fitler'"):
+        store.similarity_search("x", fitler={})
+    assert store.runtime.find() == []
+
+
+def test_documents_of_the_runtime_are_found_and_named_by_chunk(rt: Runtime, tmp_path: Path) -> None:
+    page = tmp_path / "page.txt"
+    page.write_text("alpha beta gamma delta " * 3 + "\n\n" + "one two three four " * 3)
+    chunks = rt.add_documents(page, chunk_tokens=40)
+    assert len(chunks) > 1
+    found = LazyRAGRetriever(runtime=rt, k=1).invoke("one two three")[0]
+    assert found.id in chunks
+    assert found.metadata["file_name"] == "page.txt"
+    store = LazyRAGVectorStore(rt)
+    assert store.get_by_ids([str(found.id)]) == [found]
+    store.delete([str(found.id)])
+    assert str(found.id) not in {source.chunk_id for source in rt.find()}
+
+
+def test_namespaces_do_not_see_each_other(rt: Runtime) -> None:
+    a, b = (LazyRAGVectorStore(rt, namespace=name) for name in "ab")
+    a.add_texts(["tea"], ids=["1"])
+    b.add_texts(["coffee"], ids=["1"])
+    assert [d.page_content for d in a.similarity_search("coffee", k=5)] == ["tea"]
+    b.delete(["1"])
+    assert [d.page_content for d in a.get_by_ids(["1"])] == ["tea"]
+    retriever = LazyRAGRetriever(runtime=rt, namespace="a")
+    assert [d.page_content for d in retriever.invoke("tea")] == ["tea"]
+    assert retriever.invoke("tea", namespace="b") == []
+
+
+def test_scores_and_relevance(store: LazyRAGVectorStore) -> None:
+    store.add_texts(["red tea", "red wine", "something else"])
+    scored = store.similarity_search_with_score("red tea", k=3)
+    assert scored[0][1] == pytest.approx(1.0, abs=1e-6)
+    assert [score for _, score in scored] == sorted((score for _, score in scored), reverse=True)
+    relevant = store.as_retriever(
+        search_type="similarity_score_threshold", search_kwargs={"score_threshold": 0.4, "k": 3}
+    )
+    assert [d.page_content for d in relevant.invoke("red tea")] == ["red tea", "red wine"]
+    vector = store.embeddings.embed_query("red wine")
+    assert store.similarity_search_by_vector(vector, k=1)[0].page_content == "red wine"
+    assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_mmr_prefers_what_is_different(store: LazyRAGVectorStore) -> None:
+    store.add_texts(["red tea cup", "red tea cup now", "green tea"])
+    assert [d.page_content for d in store.max_marginal_relevance_search("red tea cup", k=2, lambda_mult=0.1)] == [
+        "red tea cup",
+        "green tea",
+    ]
+    mmr = store.as_retriever(search_type="mmr", search_kwargs={"k": 1, "fetch_k": 3})
+    assert mmr.invoke("green tea")[0].page_content == "green tea"
+
+
+async def test_async_forms_give_the_same(store: LazyRAGVectorStore) -> None:
+    ids = await store.aadd_documents([Document(page_content="tea", metadata={"n": 1}), Document(page_content="milk")])
+    assert await store.aget_by_ids(ids) == store.get_by_ids(ids)
+    assert await store.asimilarity_search("tea", k=2) == store.similarity_search("tea", k=2)
+    assert await store.asimilarity_search_with_score("tea") == store.similarity_search_with_score("tea")
+    assert await store.amax_marginal_relevance_search("tea", k=1) == store.max_marginal_relevance_search("tea", k=1)
+    retriever = LazyRAGRetriever(runtime=store.runtime)
+    assert await retriever.ainvoke("tea", k=1, filter={"n": 1}) == retriever.invoke("tea", k=1)
+    assert await LazyRAGEmbeddings(store.runtime).aembed_query("tea") == store.embeddings.embed_query("tea")
+    await store.adelete(ids)
+    assert await store.asimilarity_search("tea") == []
+
+
+def test_a_foreign_embedder_has_to_be_the_runtimes_own(rt: Runtime) -> None:
+    foreign = DeterministicFakeEmbedding(size=8)
+    with pytest.raises(LazyRAGError, match=r"'words'.*'DeterministicFakeEmbedding'.*LangChainEmbedder"):
+        LazyRAGVectorStore.from_texts(["a"], foreign, runtime=rt)
+    with pytest.raises(LazyRAGError, match="runtime="):
+        LazyRAGVectorStore.from_texts(["a"], foreign)
+    documents = [Document(page_content="a", id="1")]
+    for embedding in (rt.embeddings, LazyRAGEmbeddings(rt), None):
+        assert LazyRAGVectorStore.from_documents(documents, embedding, runtime=rt).get_by_ids(["1"])
+    with make_runtime(embedder=LangChainEmbedder(foreign)) as runtime:
+        made = LazyRAGVectorStore.from_texts(["a", "b"], foreign, runtime=runtime)
+        assert made.similarity_search("b", k=1)[0].page_content == "b"
+
+
+def test_no_embedder_is_refused() -> None:
+    with make_runtime(embedder=None) as runtime, pytest.raises(LazyRAGError, match="embedder=None"):
+        LazyRAGVectorStore(runtime)
+
+
+def test_a_saved_store_opens_without_embedding_anything(store: LazyRAGVectorStore, tmp_path: Path) -> None:
+    ids = store.add_texts(["tea ", "milk"], [{"n": 1}, {"n": 2}], encode="now")
+    before = store.get_by_ids(ids)
+    store.save(tmp_path / "s")
+    store.runtime.close()
+    embedder = WordEmbedder()
+    with make_runtime(store=tmp_path / "s", embedder=embedder) as runtime:
+        again = LazyRAGVectorStore(runtime)
+        assert again.get_by_ids(ids) == before
+        assert not {"tea", "tea ", "milk"} & set(embedder.texts)
+        assert again.similarity_search("milk", k=1, filter={"n": {"$gt": 1}}) == before[1:]
+        answer = runtime.generate("milk?", [source.chunk_id for source in runtime.find(ids=ids)])
+        assert [use.tier for use in answer.receipt.chunks[1:]] == ["disk", "disk"]
+        assert again.add_texts(["bread"]) and again.similarity_search("bread", k=1)[0].page_content == "bread"

@@ -1,0 +1,43 @@
+"""The example notebooks run, and those rendered beside them are of the same cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nbclient")
+pytest.importorskip("jupytext")
+
+from tests.notebooks import EXAMPLES, example_files, execute, read_example
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[Path, Future[None]]]:
+    """All of them, two at a time: most of the time goes into starting Python and loading a model."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {path: pool.submit(execute, read_example(path), EXAMPLES) for path in example_files()}
+
+
+@pytest.mark.parametrize("path", example_files(), ids=lambda path: path.stem)
+def test_example_runs(path: Path, runs: dict[Path, Future[None]]) -> None:
+    runs[path].result()
+
+
+@pytest.mark.parametrize("path", example_files(), ids=lambda path: path.stem)
+def test_rendered_example_is_up_to_date(path: Path) -> None:
+    """`make notebooks` renders them."""
+    import nbformat
+
+    rendered = nbformat.read(path.with_suffix(".ipynb"), 4)
+    expected = [(cell.cell_type, cell.source) for cell in read_example(path).cells]
+    assert [(cell.cell_type, cell.source) for cell in rendered.cells] == expected
+    outputs = [output for cell in rendered.cells for output in cell.get("outputs", ())]
+    assert outputs
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+
+
+def test_no_rendered_example_without_its_source() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.ipynb")} == {path.stem for path in example_files()}
