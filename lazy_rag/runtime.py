@@ -15,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
@@ -51,7 +50,7 @@ from lazy_rag.preparing import Piece, Prepared, Preparer, QueryOptions, RequestO
 from lazy_rag.prompt import Message
 from lazy_rag.requests import Completion
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
-from lazy_rag.stats import Stats
+from lazy_rag.stats import Stats, snapshot
 from lazy_rag.store import read_warm, write_warm
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
@@ -76,7 +75,7 @@ class Runtime:
         policy: "lru", "lfu", "cost" (recompute seconds × uses / bytes), or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
         quotas: most bytes of memory that chunks of a namespace take, by namespace.
-        ttl: seconds after which the KV of a chunk that is not pinned is dropped from every tier and computed again.
+        ttl: seconds after which KV of a chunk that is not pinned is taken from no tier any more, but computed again.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
         encode_tokens: most rows of one forward pass.
         page_size: token slots of a page.
@@ -464,25 +463,8 @@ class Runtime:
     def stats(self) -> Stats:
         """A snapshot of sizes and totals."""
         self._require_open()
-        engine = self._engine
-
-        def read() -> dict[str, Any]:
-            cache, pool, arena = engine.cache, engine.pool, engine.residency.tiers.arena
-            return {
-                "chunks_resident": len(cache),
-                "pages": pool.num_pages,
-                "pages_free": pool.num_free,
-                "page_bytes": pool.page_bytes,
-                "chunks_host": 0 if arena is None else len(arena),
-                "host_pages": 0 if arena is None else arena.num_pages,
-                "host_pages_free": 0 if arena is None else arena.num_free,
-                "evictions": cache.evictions,
-                "seconds_per_token": cache.rates.measured,
-                **asdict(engine.counters),
-            }
-
-        documents = len(self._retriever.documents(self._preparer.space(None)))
-        return Stats(documents=documents, chunks_indexed=len(self._retriever), **engine.call(read).result())
+        documents, rows = len(self._retriever.documents(self._preparer.space(None))), len(self._retriever)
+        return self._engine.call(lambda: snapshot(self._engine, documents, rows)).result()
 
     def check(self) -> list[str]:
         """Broken invariants of the page pool and the chunk cache; empty when all is well."""
