@@ -38,10 +38,14 @@ def attach_arena(rt: Runtime, num_pages: int) -> HostArena:
     return rt._engine.call(attach).result()
 
 
-def small_runtime(chunks: int, **options: Any) -> Runtime:
-    """Room for so many chunks of TEXTS beside a request."""
+def small_runtime(chunks: int, *, measured: bool = False, **options: Any) -> Runtime:
+    """Room for so many chunks of TEXTS beside a request. Unless `measured`, lower tiers are used however slow they are:
+    computing with a tiny model can be the faster way."""
     counts, besides, page = sizes(TEXTS)
-    return make_runtime(cache_bytes=(besides + chunks * max(counts)) * page, **options)
+    rt = make_runtime(cache_bytes=(besides + chunks * max(counts)) * page, **options)
+    if not measured:
+        rt._engine.cache.rates.slower = lambda _: False  # type: ignore[method-assign]
+    return rt
 
 
 def fresh_answers(combinations: list[list[int]]) -> list[tuple[int, ...]]:
@@ -444,7 +448,7 @@ def test_a_slow_disk_bounds_what_waits_for_it(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_tier_measured_to_be_slower_is_not_used_and_the_receipt_says_so() -> None:
-    with small_runtime(2) as rt:
+    with small_runtime(2, measured=True) as rt:
         ids = rt.add_chunks(TEXTS)
         in_arena(rt, ids)
         rates = rt._engine.cache.rates
@@ -472,6 +476,7 @@ def test_a_gpus_chunks_survive_host_memory_and_disk(tmp_path: Path, disk: bool) 
         kept = rt._engine.call(lambda: {e.chunk.id: rt._engine.pool.read(e.pages) for e in rt._engine.cache}).result()
     options: dict[str, Any] = {"cache_bytes": (40 + 3 * count) * page, "host_bytes": 6 * count * page}
     with make_runtime(to=where, store=tmp_path if disk else None, **options) as rt:
+        rt._engine.cache.rates.slower = lambda _: False  # type: ignore[method-assign]
         ids = rt.add_chunks(texts)
         tiers = rt._engine.residency.tiers
         assert tiers.arena is not None and tiers.arena.data.is_pinned()
