@@ -88,9 +88,10 @@ class HostArena:
     def keep(self, entry: CachedChunk) -> Span | None:
         """Start to copy a chunk out of the pool, others making room; None when there is none for it."""
         known = self._spans.get(entry.chunk.id)
-        if known is not None:
+        if known is not None and known.born == entry.born:
             self.touch(known)
             return known
+        self.drop(entry.chunk.id)  # of an earlier computation
         count = len(entry.pages)
         if not self._make_room(count):
             return None

@@ -185,7 +185,9 @@ def _build(
     arena = None
     if settings.host_bytes is not None:
         arena = HostArena(pool, settings.host_bytes // pool.page_bytes, transfers)
-    tiers = Tiers(pool, cache.rates, transfers, records=records, arena=arena, clock=lambda: cache.clock())
+    tiers = Tiers(
+        pool, cache.rates, transfers, records=records, arena=arena, clock=lambda: cache.clock(), ttl=settings.ttl
+    )
     if tiers.exist:
         cache.on_evict = tiers.keep
     engine = Engine(

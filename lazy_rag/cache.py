@@ -139,8 +139,9 @@ class ChunkCache:
         self._held[chunk.namespace] += len(pages)
         return entry
 
-    def publish(self, entry: CachedChunk, age: float = 0.0) -> None:
-        """Make a completely written entry, computed `age` seconds ago, visible; its pages are never written again."""
+    def publish(self, entry: CachedChunk, born: float | None = None) -> None:
+        """Make a completely written entry, computed at `born` (now, if None), visible; its pages are never written
+        again."""
         assert not entry.published
         assert entry.chunk.id not in self._published
         tokens = len(entry.chunk)
@@ -148,7 +149,7 @@ class ChunkCache:
         self._policy.added(entry.chunk.id, size)  # may raise when it is a user's own: then nothing has changed
         self._unlisted.remove(entry)
         entry.published = True
-        entry.born = self.clock() - age
+        entry.born = self.clock() if born is None else born
         self._due = min(self._due, entry.born + (math.inf if self.ttl is None else self.ttl))
         self._published[entry.chunk.id] = entry
         self._gone.pop(entry.chunk.id, None)

@@ -88,7 +88,7 @@ class Residency:
             else:
                 encoding = Encoding(entry, Sequence([], [], (), entry.pages), source)
                 self._pool.place(entry.pages, range(chunk.base, chunk.base + len(chunk)))
-                self.tiers.fetch(source, chunk, entry.pages, lambda age, s: self._fetched(encoding, age, s))
+                self.tiers.fetch(source, chunk, entry.pages, lambda born, s: self._fetched(encoding, born, s))
         except BaseException:
             self._cache.abandon(entry)
             raise
@@ -104,12 +104,12 @@ class Residency:
         positions = list(range(chunk.base, chunk.base + len(chunk)))
         return Sequence(list(chunk.token_ids), positions, segments, entry.pages)
 
-    def _fetched(self, encoding: Encoding, age: float | None, seconds: float) -> None:
+    def _fetched(self, encoding: Encoding, born: float | None, seconds: float) -> None:
         """What became of a load. One that failed turns into an encoding, and the receipts of those who wait say so."""
         chunk = encoding.entry.chunk
         if self.encodings.get(chunk.id) is not encoding:
             return  # the engine has given everything up
-        if age is None:
+        if born is None:
             encoding.sequence = self._sequence(encoding.entry)
             for request in encoding.waiters:
                 request.uses = self._counters.missed(request.uses, chunk.id, encoding.source)
@@ -117,22 +117,22 @@ class Residency:
             return
         self._cache.rates.loaded(encoding.source, len(chunk), seconds)
         try:
-            self._arrive(encoding, age)
+            self._arrive(encoding, born)
         except Exception as error:  # noqa: BLE001  a user's own policy, say
             self.fail_encoding(encoding, error)
 
     def publish(self, encoding: Encoding) -> None:
         """A completely computed chunk becomes visible, and those who wait for it go on."""
-        self._arrive(encoding, 0.0)
+        self._arrive(encoding, None)
         self._counters.tokens_encoded += len(encoding.entry.chunk)
 
-    def _arrive(self, encoding: Encoding, age: float) -> None:
+    def _arrive(self, encoding: Encoding, born: float | None) -> None:
         """A chunk that was deleted meanwhile serves those who wait, and goes with their leases."""
         chunk = encoding.entry.chunk
         if chunk.id in self._deleted:
             self._cache.abandon(encoding.entry)
         else:
-            self._cache.publish(encoding.entry, age)
+            self._cache.publish(encoding.entry, born)
         del self.encodings[chunk.id]
         now = time.perf_counter()
         for request in encoding.waiters:

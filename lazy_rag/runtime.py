@@ -15,7 +15,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
@@ -64,7 +64,7 @@ from lazy_rag.preparing import (
 from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
-from lazy_rag.stats import Occupancy, Stats
+from lazy_rag.stats import Occupancy, Stats, snapshot
 from lazy_rag.store import read_warm, write_warm
 from lazy_rag.tools import CallFilter
 
@@ -91,7 +91,7 @@ class Runtime:
         policy: "lru", "lfu", "cost" (recompute seconds × uses / bytes), or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
         quotas: most bytes of memory that chunks of a namespace take, by namespace.
-        ttl: seconds after which the KV of a chunk that is not pinned is dropped from every tier and computed again.
+        ttl: seconds after which KV of a chunk that is not pinned is taken from no tier any more, but computed again.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
         encode_tokens: most rows of one forward pass; while requests decode, an eighth of them for all other work.
         page_size: token slots of a page.
@@ -574,25 +574,8 @@ class Runtime:
     def stats(self) -> Stats:
         """A snapshot of sizes and totals."""
         self._require_open()
-        engine = self._engine
-
-        def read() -> dict[str, Any]:
-            cache, pool, arena = engine.cache, engine.pool, engine.residency.tiers.arena
-            return {
-                "chunks_resident": len(cache),
-                "pages": pool.num_pages,
-                "pages_free": pool.num_free + cache.live.idle,
-                "page_bytes": pool.page_bytes,
-                "chunks_host": 0 if arena is None else len(arena),
-                "host_pages": 0 if arena is None else arena.num_pages,
-                "host_pages_free": 0 if arena is None else arena.num_free,
-                "evictions": cache.evictions,
-                "seconds_per_token": cache.rates.measured,
-                **asdict(engine.counters),
-            }
-
-        documents = len(self._retriever.documents(self._preparer.space(None)))
-        return Stats(documents=documents, chunks_indexed=len(self._retriever), **engine.call(read).result())
+        documents, rows = len(self._retriever.documents(self._preparer.space(None))), len(self._retriever)
+        return self._engine.call(lambda: snapshot(self._engine, documents, rows)).result()
 
     def occupancy(self) -> dict[str, Occupancy]:
         """What each tier holds now, by its name in receipts; the disk only with a store, whose files are listed."""

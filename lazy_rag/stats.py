@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lazy_rag.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -79,3 +83,22 @@ class Stats:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+def snapshot(engine: Engine, documents: int, chunks_indexed: int) -> Stats:
+    """On the engine thread."""
+    cache, pool, arena = engine.cache, engine.pool, engine.residency.tiers.arena
+    return Stats(
+        documents=documents,
+        chunks_indexed=chunks_indexed,
+        chunks_resident=len(cache),
+        pages=pool.num_pages,
+        pages_free=pool.num_free + cache.live.idle,
+        page_bytes=pool.page_bytes,
+        chunks_host=0 if arena is None else len(arena),
+        host_pages=0 if arena is None else arena.num_pages,
+        host_pages_free=0 if arena is None else arena.num_free,
+        evictions=cache.evictions,
+        seconds_per_token=cache.rates.measured,
+        **asdict(engine.counters),
+    )

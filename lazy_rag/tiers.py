@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 128 << 20  # bytes waiting to be written that are in no tier's budget
 
 Post = Callable[[Callable[[], None]], None]
-Fetched = Callable[[float | None, float], None]  # age of the KV (None: it was not to be had), seconds it took
+Fetched = Callable[[float | None, float], None]  # birth of the KV (None: it was not to be had), seconds it took
 
 
 class Tiers:
@@ -42,6 +42,7 @@ class Tiers:
         records: the disk tier, or None.
         arena: the host tier, or None.
         clock: the cache's.
+        ttl: seconds after its computation at which KV is no longer taken from any tier; None: never.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Tiers:
         records: KVRecords | None,
         arena: HostArena | None,
         clock: Callable[[], float],
+        ttl: float | None = None,
     ) -> None:
         self.records = records
         self.arena = arena
@@ -61,6 +63,7 @@ class Tiers:
         self._rates = rates
         self._transfers = transfers
         self._clock = clock
+        self._ttl = ttl
         self._loader: OwnerThread | None = None
         self._saver: OwnerThread | None = None
         self._pending: dict[ChunkId, tuple[Tensor, float]] = {}  # on their way to disk: pages, time of birth
@@ -80,12 +83,17 @@ class Tiers:
         return where if where is not None and self._rates.worth_loading(where) else None
 
     def where(self, chunk: Chunk) -> str | None:
-        """The highest tier that has a chunk."""
-        if self.arena is not None and self.arena.find(chunk) is not None:
+        """The highest tier that has a chunk. A record may turn out to have expired when it is read."""
+        span = None if self.arena is None else self.arena.find(chunk)
+        if span is not None and self._is_fresh(span.born):
             return "host"
-        if chunk.id in self._pending or (self.records is not None and self.records.path(chunk.id).is_file()):
-            return "disk"
-        return None
+        kept = self._pending.get(chunk.id)
+        if kept is not None:
+            return "disk" if self._is_fresh(kept[1]) else None
+        return "disk" if self.records is not None and self.records.path(chunk.id).is_file() else None
+
+    def _is_fresh(self, born: float) -> bool:
+        return self._ttl is None or self._clock() - born < self._ttl
 
     def fetch(self, tier: str, chunk: Chunk, pages: Sequence[int], done: Fetched) -> None:
         """Start to copy a chunk into pages that nobody else has; `done` is called on the engine thread."""
@@ -111,6 +119,9 @@ class Tiers:
 
     def keep(self, entry: CachedChunk) -> None:
         """Take in a chunk that is about to lose its pages. May wait for the disk when too much is waiting for it."""
+        if self.arena is not None and self._ttl is not None:
+            for old in [span.chunk.id for span in self.arena if not self._is_fresh(span.born)]:
+                self.arena.drop(old)
         span = None if self.arena is None else self.arena.keep(entry)
         records = self.records
         if records is None or entry.chunk.id in self._pending or records.path(entry.chunk.id).is_file():
@@ -141,7 +152,7 @@ class Tiers:
     def read(self, chunk: Chunk) -> tuple[Tensor, float] | None:
         """A copy of a chunk's pages in the arena and its age in seconds, if it is there."""
         span = None if self.arena is None else self.arena.find(chunk)
-        if span is None:
+        if span is None or not self._is_fresh(span.born):
             return None
         assert self.arena is not None
         span.written.wait()
@@ -184,18 +195,18 @@ class Tiers:
             self.post(work)
 
     def _promoted(self, span: Span, copied: Mark, started: float, done: Fetched) -> None:
-        age: float | None = self._clock() - span.born
+        born: float | None = span.born
         try:
             copied.wait()
         except Exception:  # noqa: BLE001  then it is computed
             _log.exception("chunk %s could not be copied; it will be computed again", span.chunk.id)
-            age = None
+            born = None
         seconds = time.perf_counter() - started
 
         def arrive() -> None:
             assert self.arena is not None
             self.arena.release(span)
-            done(age, seconds)
+            done(born, seconds)
 
         self._tell(arrive)
 
@@ -203,16 +214,16 @@ class Tiers:
         self, chunk: Chunk, kept: tuple[Tensor, float] | None, pages: Sequence[int], ready: Mark, done: Fetched
     ) -> None:
         started = time.perf_counter()
-        age: float | None = None
+        born: float | None = None
         try:
             record = self._read(chunk, kept, len(pages))
             if record is not None:
                 self._transfers.into(record.pages, range(len(pages)), pages, ready).wait()
-                age = record.age
+                born = self._clock() - record.age if kept is None else kept[1]
         except Exception:  # noqa: BLE001  then it is computed
             _log.exception("chunk %s could not be loaded; it will be computed again", chunk.id)
         seconds = time.perf_counter() - started
-        self._tell(lambda: done(age, seconds))
+        self._tell(lambda: done(born, seconds))
 
     def _read(self, chunk: Chunk, kept: tuple[Tensor, float] | None, count: int) -> Loaded | None:
         if kept is not None:

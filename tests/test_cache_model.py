@@ -82,7 +82,9 @@ class CacheModel(RuleBasedStateMachine):
         arena = HostArena(pool, ARENA, transfers) if self.with_arena else None
         records = KVRecords(self.folder, "layout", KEYS.id, ttl=TTL, clock=lambda: self.now)
         records.keep = lambda chunk_id: CHUNKS[chunk_id] not in self.gone
-        self.tiers = Tiers(pool, self.cache.rates, transfers, records=records, arena=arena, clock=lambda: self.now)
+        self.tiers = Tiers(
+            pool, self.cache.rates, transfers, records=records, arena=arena, clock=lambda: self.now, ttl=TTL
+        )
         self.tiers.post = self.posted.put
         self.cache.on_evict = self.tiers.keep
         self.residency = Residency(self.cache, self.tiers, prefix=None, encode_tokens=64, counters=Counters())
@@ -145,6 +147,8 @@ class CacheModel(RuleBasedStateMachine):
             held = self.want(number)
             self.settle()
             self.compute_all()
+            if held is not None and held[1].published and not held[1].discarded:
+                assert self.now - held[1].born < TTL or self.cache.is_pinned(held[1]), "KV beyond its lifetime"
             self.release(held)
 
     def compute_all(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lazy_rag.policy import LRU
 from lazy_rag.transfers import Mark, Transfers
 from tests.fixtures import PAGE, make_runtime
 from tests.test_cache import add, make_chunk, make_pool
-from tests.test_caching import SHORT, TEXTS, reasons, sizes, used
+from tests.test_caching import SHORT, TEXTS, Clock, reasons, sizes, used
 
 
 def attach_arena(rt: Runtime, num_pages: int) -> HostArena:
@@ -37,10 +38,14 @@ def attach_arena(rt: Runtime, num_pages: int) -> HostArena:
     return rt._engine.call(attach).result()
 
 
-def small_runtime(chunks: int, **options: Any) -> Runtime:
-    """Room for so many chunks of TEXTS beside a request."""
+def small_runtime(chunks: int, *, measured: bool = False, **options: Any) -> Runtime:
+    """Room for so many chunks of TEXTS beside a request. Unless `measured`, lower tiers are used however slow they are:
+    computing with a tiny model can be the faster way."""
     counts, besides, page = sizes(TEXTS)
-    return make_runtime(cache_bytes=(besides + chunks * max(counts)) * page, **options)
+    rt = make_runtime(cache_bytes=(besides + chunks * max(counts)) * page, **options)
+    if not measured:
+        rt._engine.cache.rates.slower = lambda _: False  # type: ignore[method-assign]
+    return rt
 
 
 def fresh_answers(combinations: list[list[int]]) -> list[tuple[int, ...]]:
@@ -166,6 +171,28 @@ def test_a_copy_of_a_store_holds_what_only_the_arena_has(tmp_path: Path) -> None
         rt.save(tmp_path)
     with make_runtime(store=tmp_path) as rt:
         assert used(rt, ids) == ["disk"] * len(ids)
+
+
+def test_what_expired_is_taken_from_no_tier(tmp_path: Path) -> None:
+    """A chunk that outlived its lifetime in the arena, or on its way to disk, was handed to those who asked for it."""
+    for store in (None, tmp_path):
+        with small_runtime(2, store=store, ttl=100) as rt:
+            clock = rt._engine.cache.clock = Clock()
+            ids = rt.add_chunks(TEXTS)
+            in_arena(rt, ids)
+            clock.now += 60
+            assert used(rt, ids[:1]) == ["host"]
+            for chunk_id in ids[2:]:
+                used(rt, [chunk_id])
+            copies = rt._engine.residency.tiers._transfers.copies
+            used(rt, ids[2:3])
+            assert rt._engine.residency.tiers._transfers.copies - copies <= 1, "back in the arena without a copy"
+            clock.now += 50
+            if rt._parts.records is not None:
+                rt._engine.residency.tiers.flush()
+                rt._parts.records._clock = lambda: time.time() + 110
+            assert used(rt, ids[:1]) == ["encoded"]
+            assert rt.check() == []
 
 
 def test_deleted_chunks_leave_every_tier(tmp_path: Path) -> None:
@@ -421,7 +448,7 @@ def test_a_slow_disk_bounds_what_waits_for_it(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_tier_measured_to_be_slower_is_not_used_and_the_receipt_says_so() -> None:
-    with small_runtime(2) as rt:
+    with small_runtime(2, measured=True) as rt:
         ids = rt.add_chunks(TEXTS)
         in_arena(rt, ids)
         rates = rt._engine.cache.rates
@@ -449,6 +476,7 @@ def test_a_gpus_chunks_survive_host_memory_and_disk(tmp_path: Path, disk: bool) 
         kept = rt._engine.call(lambda: {e.chunk.id: rt._engine.pool.read(e.pages) for e in rt._engine.cache}).result()
     options: dict[str, Any] = {"cache_bytes": (40 + 3 * count) * page, "host_bytes": 6 * count * page}
     with make_runtime(to=where, store=tmp_path if disk else None, **options) as rt:
+        rt._engine.cache.rates.slower = lambda _: False  # type: ignore[method-assign]
         ids = rt.add_chunks(texts)
         tiers = rt._engine.residency.tiers
         assert tiers.arena is not None and tiers.arena.data.is_pinned()
