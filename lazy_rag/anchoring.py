@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -26,7 +26,8 @@ from lazy_rag.errors import ConfigError
 _LEVELS = (1, 2, 4, 8, 16, 32, 64)
 _BASE = 0x9E3779B1  # odd, so that it has an inverse
 _INVERSE = pow(_BASE, -1, 1 << 32)
-_SLOTS_PER_HEAD = 32  # a stray window looks like a head once in so many
+_SLOTS_PER_ENTRY = 32  # a stray window looks like an entry once in so many
+_MANY = 32  # so many windows are worth an array
 _SATURATED = 255
 # scripts written without spaces begin here (CJK radicals); before, letters and digits next to each other are one word
 _UNSPACED = 0x2E80
@@ -41,12 +42,49 @@ class Anchor:
     chunk_id: str
 
 
-class _Heads:
-    """The heads of one length, and a table that says of a window's hash: certainly none, or perhaps one."""
+class _Table:
+    """Says of a hash: certainly not among those added, or perhaps. Counts by the upper bits of hashes."""
 
     def __init__(self) -> None:
-        self.lengths: dict[str, dict[int, int]] = {}  # head → text length → how many texts
-        self.table: NDArray[np.uint8] = np.zeros(1 << 12, dtype=np.uint8)
+        self._counts: NDArray[np.uint8] = np.zeros(1 << 12, dtype=np.uint8)
+
+    def add(self, value: int) -> None:
+        slot = self._slot(value)
+        self._counts[slot] += self._counts[slot] < _SATURATED
+
+    def remove(self, value: int) -> None:
+        slot = self._slot(value)
+        # a full counter has forgotten how often it was raised: it stays
+        self._counts[slot] -= self._counts[slot] < _SATURATED
+
+    def crowded(self, entries: int) -> bool:
+        return entries * _SLOTS_PER_ENTRY > len(self._counts)
+
+    def refill(self, values: Iterable[int]) -> None:
+        """Twice as many slots, for these hashes."""
+        self._counts = np.zeros(2 * len(self._counts), dtype=np.uint8)
+        slots = np.fromiter(values, dtype=np.uint32) >> self._shift
+        self._counts[:] = np.minimum(np.bincount(slots, minlength=len(self._counts)), _SATURATED)
+
+    def perhaps(self, hashes: NDArray[np.uint32]) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self._counts[hashes >> self._shift] > 0
+        return found
+
+    @property
+    def _shift(self) -> np.uint32:
+        # the upper bits depend on every code point of a window
+        return np.uint32(33 - len(self._counts).bit_length())
+
+    def _slot(self, value: int) -> int:
+        return value >> int(self._shift)
+
+
+class _Heads:
+    """The beginnings of one size: beginning → how many texts of which length begin with it."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[str, dict[int, int]] = {}
+        self.table = _Table()
 
     def add(self, head: str, length: int) -> None:
         known = self.lengths.get(head)
@@ -54,11 +92,10 @@ class _Heads:
             known[length] = known.get(length, 0) + 1
             return
         self.lengths[head] = {length: 1}
-        if len(self.lengths) * _SLOTS_PER_HEAD > len(self.table):
-            self._grow()
+        if self.table.crowded(len(self.lengths)):
+            self.table.refill(map(_hash, self.lengths))
         else:
-            slot = self._slots([head])[0]
-            self.table[slot] += self.table[slot] < _SATURATED
+            self.table.add(_hash(head))
 
     def remove(self, head: str, length: int) -> None:
         known = self.lengths[head]
@@ -67,23 +104,7 @@ class _Heads:
             del known[length]
         if not known:
             del self.lengths[head]
-            slot = self._slots([head])[0]
-            # a full counter has forgotten how often it was raised: it stays
-            self.table[slot] -= self.table[slot] < _SATURATED
-
-    def _grow(self) -> None:
-        self.table = np.zeros(2 * len(self.table), dtype=np.uint8)
-        counts = np.bincount(self._slots(list(self.lengths)), minlength=len(self.table))
-        self.table[:] = np.minimum(counts, _SATURATED)
-
-    def _slots(self, heads: Sequence[str]) -> NDArray[np.uint32]:
-        points = _code_points("".join(heads)).reshape(len(heads), -1)
-        hashes: NDArray[np.uint32] = (points * _powers(points.shape[1])[0]).sum(axis=1, dtype=np.uint32)
-        return self.slots(hashes)
-
-    def slots(self, hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Places in the table, uint32 `[n]`: the upper bits, which depend on every code point of a window."""
-        return hashes >> np.uint32(33 - len(self.table).bit_length())
+            self.table.remove(_hash(head))
 
 
 @dataclass
@@ -91,7 +112,8 @@ class _Space:
     """The texts of one namespace."""
 
     levels: tuple[_Heads, ...] = field(default_factory=lambda: tuple(_Heads() for _ in _LEVELS))
-    chunks: dict[bytes, tuple[str, ...]] = field(default_factory=dict)  # digest of a text → ids
+    chunks: dict[bytes, tuple[int, tuple[str, ...]]] = field(default_factory=dict)  # digest → hash and ids of a text
+    table: _Table = field(default_factory=_Table)  # of the hashes of whole texts
 
 
 class Anchors:
@@ -118,7 +140,13 @@ class Anchors:
             self._remove(chunk_id, namespace)
             space = self._spaces[namespace]
             space.levels[_LEVELS.index(len(head))].add(head, len(text))
-            space.chunks[digest] = (*space.chunks.get(digest, ()), chunk_id)
+            value, ids = space.chunks.get(digest) or (_hash(text), ())
+            space.chunks[digest] = value, (*ids, chunk_id)
+            if not ids:
+                if space.table.crowded(len(space.chunks)):
+                    space.table.refill(value for value, _ in space.chunks.values())
+                else:
+                    space.table.add(value)
             self._texts[namespace, chunk_id] = head, len(text), digest
 
     def remove(self, chunk_ids: Iterable[str], namespace: str = "") -> None:
@@ -131,8 +159,8 @@ class Anchors:
         """The chunk with exactly this text, outer whitespace aside."""
         with self._lock:
             space = self._spaces.get(namespace)
-            ids = space.chunks.get(_digest(text.strip())) if space is not None else None
-            return min(ids) if ids else None
+            found = space.chunks.get(_digest(text.strip())) if space is not None else None
+            return min(found[1]) if found else None
 
     def find(self, text: str, namespace: str = "") -> list[Anchor]:
         """Where chunks of a namespace stand in a text: in order, without overlap, always the same ones.
@@ -146,10 +174,9 @@ class Anchors:
                 return []
             anchors: list[Anchor] = []
             end = 0
-            for place in _candidates(space, text):
-                if place < end:
-                    continue
-                anchor = _longest(space, text, place)
+            lengths = _candidates(space, text)
+            for place in sorted(lengths):
+                anchor = _longest(space, text, place, lengths[place]) if place >= end else None
                 if anchor is not None:
                     anchors.append(anchor)
                     end = anchor.stop
@@ -162,44 +189,56 @@ class Anchors:
         head, length, digest = known
         space = self._spaces[namespace]
         space.levels[_LEVELS.index(len(head))].remove(head, length)
-        rest = tuple(other for other in space.chunks[digest] if other != chunk_id)
+        value, ids = space.chunks[digest]
+        rest = tuple(other for other in ids if other != chunk_id)
         if rest:
-            space.chunks[digest] = rest
+            space.chunks[digest] = value, rest
         else:
             del space.chunks[digest]
+            space.table.remove(value)
         if not space.chunks:
             del self._spaces[namespace]
 
 
-def _candidates(space: _Space, text: str) -> list[int]:
-    """Places, ascending, where some chunk may begin: all where one does, and a few more."""
+def _candidates(space: _Space, text: str) -> dict[int, list[int]]:
+    """Where some chunk may begin, and of which lengths: all that do, and a few more."""
+    found: dict[int, list[int]] = defaultdict(list)
     rolling = _Rolling(text)
-    found = [
-        np.flatnonzero(heads.table[heads.slots(rolling.windows(size))])
-        for heads, size in zip(space.levels, _LEVELS, strict=True)
-        if heads.lengths and size <= len(text)
-    ]
-    if not found:
-        return []
-    places: list[int] = (found[0] if len(found) == 1 else np.unique(np.concatenate(found))).tolist()
-    return places
-
-
-def _longest(space: _Space, text: str, place: int) -> Anchor | None:
-    """The longest chunk that begins at a place."""
-    if _inside_word(text, place):
-        return None
-    lengths: set[int] = set()
     for heads, size in zip(space.levels, _LEVELS, strict=True):
-        if heads.lengths:
-            lengths.update(heads.lengths.get(text[place : place + size], ()))
+        if not heads.lengths or size > len(text):
+            continue
+        places: dict[str, list[int]] = defaultdict(list)
+        for place in np.flatnonzero(heads.table.perhaps(rolling.windows(size))).tolist():
+            head = text[place : place + size]
+            if head in heads.lengths and not _inside_word(text, place):
+                places[head].append(place)
+        for head, here in places.items():
+            for length in heads.lengths[head]:
+                # where one beginning stands everywhere, in a row of dashes say, digests of all would take seconds
+                plausible = (
+                    here if len(here) * len(heads.lengths[head]) < _MANY else _plausible(space, rolling, here, length)
+                )
+                for place in plausible:
+                    found[place].append(length)
+    return found
+
+
+def _plausible(space: _Space, rolling: _Rolling, places: list[int], length: int) -> list[int]:
+    """Those of the places where the hash of a whole text of this length stands."""
+    hashes, fitting = rolling.at(np.array(places), length)
+    kept: list[int] = fitting[space.table.perhaps(hashes)].tolist()
+    return kept
+
+
+def _longest(space: _Space, text: str, place: int, lengths: list[int]) -> Anchor | None:
+    """The longest chunk that begins at a place."""
     for length in sorted(lengths, reverse=True):
         stop = place + length
         if stop > len(text) or _inside_word(text, stop):
             continue
-        ids = space.chunks.get(_digest(text[place:stop]))
-        if ids is not None:
-            return Anchor(place, stop, min(ids))
+        known = space.chunks.get(_digest(text[place:stop]))
+        if known is not None:
+            return Anchor(place, stop, min(known[1]))
     return None
 
 
@@ -217,6 +256,12 @@ def _level_of(length: int) -> int:
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _hash(text: str) -> int:
+    """The hash of a window that holds exactly this text."""
+    points = _code_points(text)
+    return int((points * _powers(len(points))[0]).sum(dtype=np.uint32))
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:
@@ -241,6 +286,11 @@ class _Rolling:
         count = len(sums) - size
         hashes: NDArray[np.uint32] = (sums[size:] - sums[:count]) * self._inverses[:count]
         return hashes
+
+    def at(self, places: NDArray[np.int64], size: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Hashes uint32 `[m]` of the windows at those places where one fits, and these places, int64 `[m]`."""
+        fitting = places[places + size < len(self._sums)]
+        return (self._sums[fitting + size] - self._sums[fitting]) * self._inverses[fitting], fitting
 
 
 def _powers(count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:

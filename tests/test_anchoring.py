@@ -170,6 +170,18 @@ def test_many_threads_add_remove_and_find() -> None:
     assert len(anchors) == 1 + 4 * 75
 
 
+def test_a_beginning_that_stands_everywhere_costs_no_seconds() -> None:
+    anchors = Anchors()
+    for number in range(20):
+        anchors.add(f"c{number}", "- " * (300 + number) + "end")
+    prompt = "- " * 12_000
+    started = time.perf_counter()
+    assert anchors.find(prompt) == []
+    assert time.perf_counter() - started < 1  # with a digest at every place it was two seconds
+    found = anchors.find(prompt + "end of it")
+    assert [(a.stop - a.start, a.chunk_id) for a in found] == [(2 * 319 + 3, "c19")]
+
+
 def test_time_does_not_grow_with_the_number_of_chunks() -> None:
     """The benchmark (`python -m benchmarks.anchoring`) measures 1 ms; here is room for a busy machine."""
     from benchmarks.anchoring import corpus, prompt_of

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
 import json
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -399,6 +401,9 @@ def test_metadata_and_payload_hold_for_any_window(runtime: Runtime) -> None:
     assert LazyRAGLLM.class_name() in llm.to_json()
     with pytest.raises(LazyRAGError, match="runtime"):
         LazyRAGLLM()
+    assert copy.deepcopy(llm).runtime is runtime
+    with pytest.raises(LazyRAGError, match="make a new one"):
+        _ = pickle.loads(pickle.dumps(llm)).runtime
 
 
 def test_roles_and_blocks(runtime: Runtime) -> None:

@@ -78,11 +78,16 @@ class LazyRAGLLM(FunctionCallingLLM):
     @property
     def runtime(self) -> Runtime:
         """The runtime; loaded on first use when only a model was named."""
-        if self._runtime is None:
+        # unpickled, a model has not even the attribute
+        if getattr(self, "_runtime", None) is None:
             if self.model is None:
                 raise LazyRAGError("a copied or unpickled LazyRAGLLM has no runtime: make a new one from the runtime")
             self._runtime = Runtime.shared(self.model, embedder=None)
+        assert self._runtime is not None
         return self._runtime
+
+    def __deepcopy__(self, memo: Any = None) -> LazyRAGLLM:
+        return self.model_copy()  # of the same runtime
 
     @property
     def metadata(self) -> LLMMetadata:

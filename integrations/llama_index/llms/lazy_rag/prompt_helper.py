@@ -24,7 +24,8 @@ class ChunkPromptHelper(PromptHelper):
     def from_runtime(cls, runtime: Runtime, num_output: int = 256) -> ChunkPromptHelper:
         """With the runtime's context and its model's own token counts."""
         window = runtime.max_context
-        return cls(context_window=window, num_output=max(1, min(num_output, window // 4)), tokenizer=encoder(runtime))
+        output = max(1, min(num_output, window // 4))
+        return cls(context_window=window, num_output=output, tokenizer=encoder(runtime))  # type: ignore[call-arg]
 
     def repack(
         self,
