@@ -6,13 +6,19 @@ VENV   ?= .venv
 bin     := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench notebooks clean
+.PHONY: demo test stress lint bench notebooks clean
 
 demo: $(VENV)/.ready
 	$(bin)/python examples/demo.py
 
 test: $(VENV)/.ready-test
 	$(bin)/python -m pytest
+
+# what takes too long for every run: ten thousand requests, and processes killed while they write a store
+stress: $(VENV)/.ready-test
+	$(bin)/python -m pytest -m stress -s
+	$(bin)/python -m tests.crashes records 200 1
+	$(bin)/python -m tests.crashes runtime 20 1
 
 lint: $(VENV)/.ready-test
 	$(bin)/ruff check .

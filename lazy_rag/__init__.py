@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lazy_rag.answer import Answer, Explanation, Receipt, Source
-    from lazy_rag.errors import LazyRAGError
+    from lazy_rag.answer import Answer, Explanation, Receipt, Sample, Source
+    from lazy_rag.errors import DeadlineExceededError, LazyRAGError
     from lazy_rag.layout import ChunkRange, LayoutBuilder, Live, PromptLayout, Segment
     from lazy_rag.prompt import Message
     from lazy_rag.runtime import Runtime
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Answer": "answer",
     "ChunkRange": "layout",
+    "DeadlineExceededError": "errors",
     "Explanation": "answer",
     "LayoutBuilder": "layout",
     "LazyRAGError": "errors",
@@ -28,6 +29,7 @@ _HOMES = {
     "PromptLayout": "layout",
     "Receipt": "answer",
     "Runtime": "runtime",
+    "Sample": "answer",
     "SamplingParams": "sampling",
     "Segment": "layout",
     "Source": "answer",
@@ -36,6 +38,7 @@ _HOMES = {
 __all__ = [
     "Answer",
     "ChunkRange",
+    "DeadlineExceededError",
     "Explanation",
     "LayoutBuilder",
     "LazyRAGError",
@@ -44,6 +47,7 @@ __all__ = [
     "PromptLayout",
     "Receipt",
     "Runtime",
+    "Sample",
     "SamplingParams",
     "Segment",
     "Source",

@@ -127,6 +127,13 @@ class Anchors:
             for chunk_id in chunk_ids:
                 self._remove(chunk_id, namespace)
 
+    def id_of(self, text: str, namespace: str = "") -> str | None:
+        """The chunk with exactly this text, outer whitespace aside."""
+        with self._lock:
+            space = self._spaces.get(namespace)
+            ids = space.chunks.get(_digest(text.strip())) if space is not None else None
+            return min(ids) if ids else None
+
     def find(self, text: str, namespace: str = "") -> list[Anchor]:
         """Where chunks of a namespace stand in a text: in order, without overlap, always the same ones.
 

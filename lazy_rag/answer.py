@@ -26,23 +26,31 @@ class Source:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Whether a segment's KV would be found if the layout ran now, and why."""
+    """Whether a segment's KV would be found if the layout ran now, and why (the reasons: `lazy_rag/explain.py`).
+
+    `tier`: "gpu", "host" or "disk", where it lies; None where it does not.
+    """
 
     chunk_id: ChunkId
     offset: int
     hit: bool
     reason: str
+    tier: str | None = None
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """The record of one request. Every prompt token is reused, encoded or live:
+    """The record of one request. Every prompt token is reused, history, encoded or live:
 
-    tokens_reused    prompt tokens whose KV was already there (in memory or on disk)
+    tokens_reused    prompt tokens of chunks whose KV was already there (in memory or on disk)
+    tokens_history   prompt tokens of live text whose KV an earlier request had left: a chat's earlier turns, say
     tokens_encoded   prompt tokens of chunks that were computed for the cache while this request waited (a chunk is
                      computed whole, also when the prompt uses a range of it)
     tokens_live      prompt tokens computed for this request only
     tokens_repaired  those of the live tokens that repeat a chunk's text (`repair`)
+    tokens_generated tokens of the answer, of all its samples
+    preempted        how often the request gave its pages up to others and was computed again from there
+    searched_by      what found the chunks: FAISS on the CPU or a matrix product on a GPU; "" when ids were given
     """
 
     chunks: tuple[ChunkUse, ...]
@@ -52,10 +60,13 @@ class Receipt:
     tokens_repaired: int
     tokens_generated: int
     times: Times
+    tokens_history: int = 0
+    preempted: int = 0
+    searched_by: str = ""
 
     @property
     def prompt_tokens(self) -> int:
-        return self.tokens_reused + self.tokens_encoded + self.tokens_live
+        return self.tokens_reused + self.tokens_history + self.tokens_encoded + self.tokens_live
 
     @property
     def reuse(self) -> float:
@@ -69,6 +80,7 @@ class Receipt:
         lines.append(
             f"tokens: {self.tokens_reused} reused, {self.tokens_encoded} encoded, {self.tokens_live} live"
             + (f" ({self.tokens_repaired} of them repaired)" if self.tokens_repaired else "")
+            + (f", {self.tokens_history} of earlier live text" if self.tokens_history else "")
             + (f"; {self.reuse:.0%} of chunk tokens from cache" if self.chunks else "")
         )
         times = self.times
@@ -76,6 +88,7 @@ class Receipt:
             f"first token {1000 * (times.retrieve + times.first_token):.0f} ms "
             f"(retrieve {1000 * times.retrieve:.0f}, encode {1000 * times.encode:.0f}, "
             f"prefill {1000 * times.prefill:.0f})"
+            + (f"; found by {self.searched_by}" if self.searched_by else "")
             + (f"; {(self.tokens_generated - 1) / times.decode:.1f} tokens/s after it" if self._has_rate() else "")
         )
         return "\n".join(lines)
@@ -90,12 +103,25 @@ class Receipt:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One of the texts of an answer. `logprobs` as in `Answer`."""
+
+    text: str
+    finish_reason: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
 class Answer:
     """`finish_reason`: "stop" (end token or stop string), "length" or "cancelled".
 
     `dropped` lists chunks that did not fit the context, lowest-ranked last. `logprobs` are of the chosen tokens under
     the model's own distribution, when `SamplingParams(logprobs=True)`. `tool_calls`: the calls a chat with `tools` asks
     for; the text is empty then.
+
+    `samples` holds what `SamplingParams(n=...)` asked for, n of them in the order of their seeds; `text`,
+    `finish_reason`, `token_ids` and `logprobs` are the first one's.
     """
 
     text: str
@@ -107,6 +133,7 @@ class Answer:
     logprobs: tuple[float, ...] | None
     token_ids: tuple[int, ...]
     layout: PromptLayout
+    samples: tuple[Sample, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
 
     def json(self) -> Any:
@@ -128,24 +155,32 @@ class Answer:
         return answer_html(self)
 
 
-def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float) -> Receipt:
+def make_receipt(layout: PromptLayout, completion: Completion, retrieve: float, searched_by: str = "") -> Receipt:
     completion.times.retrieve = retrieve
+    samples = completion.samples or (completion,)
     reused = sum(use.length for use in completion.uses if use.hit)
     return Receipt(
         chunks=completion.uses,
         tokens_reused=reused,
         tokens_encoded=sum(use.length for use in completion.uses) - reused,
-        tokens_live=layout.live_tokens,
+        tokens_live=layout.live_tokens - completion.history,
         tokens_repaired=layout.repaired_tokens,
-        tokens_generated=len(completion.token_ids),
+        tokens_generated=sum(len(sample.token_ids) for sample in samples),
         times=completion.times,
+        tokens_history=completion.history,
+        preempted=sum(sample.preempted for sample in samples),
+        searched_by=searched_by,
     )
 
 
 def make_answer(
-    layout: PromptLayout, completion: Completion, sources: tuple[Source, ...], retrieve: float = 0.0
+    layout: PromptLayout,
+    completion: Completion,
+    sources: tuple[Source, ...],
+    retrieve: float = 0.0,
+    searched_by: str = "",
 ) -> Answer:
-    receipt = make_receipt(layout, completion, retrieve)
+    receipt = make_receipt(layout, completion, retrieve, searched_by)
     return Answer(
         text=completion.text,
         sources=sources,
@@ -155,10 +190,14 @@ def make_answer(
             "prompt_tokens": receipt.prompt_tokens,
             "completion_tokens": receipt.tokens_generated,
             "total_tokens": receipt.prompt_tokens + receipt.tokens_generated,
-            "cached_tokens": receipt.tokens_reused,
+            "cached_tokens": receipt.tokens_reused + receipt.tokens_history,
         },
         dropped=layout.dropped,
         logprobs=completion.logprobs,
         token_ids=completion.token_ids,
         layout=layout,
+        samples=tuple(
+            Sample(sample.text, sample.finish_reason, sample.token_ids, sample.logprobs)
+            for sample in completion.samples or (completion,)
+        ),
     )

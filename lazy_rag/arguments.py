@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # names the design fixes whose mechanism is not built yet: said plainly instead of being accepted and ignored
-PLANNED = frozenset({"priority", "deadline", "host_bytes", "reuse", "verify"})
+PLANNED = frozenset({"reuse", "verify"})
 
 
 def checked_keywords(options: type[Any] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:

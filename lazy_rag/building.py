@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from lazy_rag_kernels import IMPLS, KernelError, require
 
+from lazy_rag.arena import HostArena
 from lazy_rag.assembly import Assembler
-from lazy_rag.cache import CachedChunk, ChunkCache
+from lazy_rag.cache import ChunkCache
+from lazy_rag.catalog import check_namespace
 from lazy_rag.chunking import Chunker
 from lazy_rag.conversation import Conversations
 from lazy_rag.engine import Engine
@@ -25,8 +27,10 @@ from lazy_rag.model import LanguageModel
 from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.pool import PageLayout, PagePool
 from lazy_rag.prompt import ChatFormat
-from lazy_rag.store import KVRecords
+from lazy_rag.records import KVRecords
+from lazy_rag.tiers import Tiers
 from lazy_rag.tokens import TextTokenizer
+from lazy_rag.transfers import Transfers
 
 _HOST_CACHE_BYTES = 4 << 30  # most memory taken for pages on a machine without a GPU unless asked for
 
@@ -42,11 +46,14 @@ class Settings:
     namespace: str
     max_context: int | None
     cache_bytes: int | None
+    host_bytes: int | None
     encode_tokens: int
     page_size: int
     impl: str
     max_queue: int | None
     compile: bool
+    ttl: float | None
+    quotas: Mapping[str, int]
 
     @classmethod
     def of(
@@ -66,9 +73,9 @@ class Settings:
         kind = default if dtype is None else getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
         if kind not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ConfigError(f"dtype={dtype!r} is not a floating-point type: use float16, bfloat16 or float32")
-        for name in ("encode_tokens", "page_size", "max_context", "cache_bytes", "max_queue"):
+        for name in ("encode_tokens", "page_size", "max_context", "cache_bytes", "host_bytes", "max_queue"):
             value = rest[name]
-            optional = name in ("max_context", "cache_bytes", "max_queue")
+            optional = name in ("max_context", "cache_bytes", "host_bytes", "max_queue")
             if value is None and optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -76,12 +83,40 @@ class Settings:
         for name in ("prefix", "separator", "namespace"):
             if not isinstance(rest[name], str):
                 raise ConfigError(f"{name}={rest[name]!r} must be a string")
+        if rest["host_bytes"] is not None and not on_gpu:
+            raise ConfigError(
+                "host_bytes is the tier below a GPU's memory; on this device the pages lie in host memory already: "
+                "raise cache_bytes instead, and give a store for a tier on disk"
+            )
+        rest["ttl"] = known_ttl(rest["ttl"])
+        rest["quotas"] = _known_quotas(rest["quotas"])
         if not isinstance(rest["compile"], bool):
             raise ConfigError(f"compile={rest['compile']!r} must be True or False")
         chosen = impl or ("triton" if on_gpu else "reference")
         if chosen not in IMPLS:
             raise ConfigError(f"impl={impl!r} is not one of {', '.join(map(repr, IMPLS))}")
         return cls(device=where, dtype=kind, impl=chosen, **rest)
+
+
+def known_ttl(ttl: object) -> float | None:
+    """Seconds, or None. Raises ConfigError."""
+    if ttl is None:
+        return None
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
+        raise ConfigError(f"ttl={ttl!r} must be a number of seconds above 0, or None")
+    return float(ttl)
+
+
+def _known_quotas(quotas: Any) -> dict[str, int]:
+    if quotas is None:
+        return {}
+    if not isinstance(quotas, Mapping):
+        raise ConfigError(f"quotas={quotas!r} must be a mapping of namespaces to bytes")
+    for name, size in quotas.items():
+        check_namespace(name)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"quotas: {size!r} for namespace {name!r} must be a positive whole number of bytes")
+    return dict(quotas)
 
 
 @dataclass(frozen=True)
@@ -91,6 +126,7 @@ class Parts:
     model: LanguageModel
     tokens: TextTokenizer
     keys: KeySpace
+    prefix_keys: KeySpace  # of encode prefixes
     chunker: Chunker
     assembler: Assembler
     conversations: Conversations
@@ -129,11 +165,10 @@ def _build(
         raise ConfigError(str(error)) from error
     layout = PageLayout(model.kv_shapes, settings.page_size)
     fields = key_fields(model, tokens, f"{layout.describe()} {model.dtype}")
-    prefix = None
-    if prefix_ids:
-        prefix = Chunk(KeySpace({**fields, "prefix": ""}).chunk_id("", prefix_ids), prefix_ids, 0)
+    prefix_keys = KeySpace({**fields, "prefix": ""})
+    prefix = Chunk(prefix_keys.chunk_id("", prefix_ids), prefix_ids, 0) if prefix_ids else None
     keys = KeySpace({**fields, "prefix": prefix.id if prefix else ""})
-    records = None if store is None else KVRecords(store, fields["layout"], keys.id)
+    records = None if store is None else KVRecords(store, fields["layout"], keys.id, ttl=settings.ttl)
     count = _cache_bytes(settings) // (layout.elements * model.dtype.itemsize)
     try:
         pool = PagePool(layout, count, dtype=model.dtype, device=model.device)
@@ -145,7 +180,14 @@ def _build(
         model.compile()
     end_ids = tokens.eos_ids(model.model.generation_config)
     grammars = Grammars(tokens, model.config.vocab_size, end_ids)
-    cache = ChunkCache(pool, make_policy(policy), None if records is None else _spill(pool, records))
+    cache = ChunkCache(pool, make_policy(policy), quotas=_page_quotas(settings, pool), ttl=settings.ttl)
+    transfers = Transfers(pool)
+    arena = None
+    if settings.host_bytes is not None:
+        arena = HostArena(pool, settings.host_bytes // pool.page_bytes, transfers)
+    tiers = Tiers(pool, cache.rates, transfers, records=records, arena=arena, clock=lambda: cache.clock())
+    if tiers.exist:
+        cache.on_evict = tiers.keep
     engine = Engine(
         model,
         cache,
@@ -154,7 +196,7 @@ def _build(
         impl=settings.impl,
         decode=tokens.decode,
         end_ids=end_ids,
-        records=records,
+        tiers=tiers,
         max_queue=settings.max_queue,
         constraint=grammars.constraint,
     )
@@ -163,6 +205,7 @@ def _build(
         model=model,
         tokens=tokens,
         keys=keys,
+        prefix_keys=prefix_keys,
         chunker=Chunker(tokens, keys, separator=settings.separator, base=base, max_tokens=max_context - base),
         assembler=Assembler(tokens, chat, prefix=prefix, page_size=settings.page_size, max_context=max_context),
         conversations=Conversations(tokens, chat, prefix=prefix, page_size=settings.page_size, max_context=max_context),
@@ -226,14 +269,19 @@ def _cache_bytes(settings: Settings) -> int:
     if settings.cache_bytes is not None:
         return settings.cache_bytes
     if settings.device.type == "cuda":
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(settings.device)
         return int(free * 0.8)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(memory // 4, _HOST_CACHE_BYTES)
 
 
-def _spill(pool: PagePool, records: KVRecords) -> Callable[[CachedChunk], None]:
-    def spill(entry: CachedChunk) -> None:
-        records.save(entry.chunk, pool.read(entry.pages))
-
-    return spill
+def _page_quotas(settings: Settings, pool: PagePool) -> dict[str, int]:
+    quotas = {name: size // pool.page_bytes for name, size in settings.quotas.items()}
+    for name, count in quotas.items():
+        if count < 1:
+            raise ConfigError(
+                f"quotas: {settings.quotas[name]} bytes for namespace {name!r} hold no page, which takes "
+                f"{pool.page_bytes}: raise it"
+            )
+    return quotas

@@ -8,7 +8,10 @@ All methods run on the engine thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,10 +20,13 @@ import numpy.typing as npt
 from lazy_rag.errors import CacheFullError, ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
-from lazy_rag.policy import EvictionPolicy
+from lazy_rag.live import LivePages
+from lazy_rag.policy import EvictionPolicy, Size
 from lazy_rag.pool import PagePool
+from lazy_rag.rates import Rates
 
 _log = logging.getLogger(__name__)
+REMEMBERED = 16_384  # chunks that left, of which the reason is known
 
 
 @dataclass(eq=False)
@@ -31,6 +37,8 @@ class CachedChunk:
     filling    no                   its encoding only     no
     published  yes                  nobody                when leases == 0 and not pinned
     discarded  no                   nobody                freed with the last lease
+
+    Times are the cache's clock, in seconds: `born` when the KV was computed, `pinned_until` when its pin lapses.
     """
 
     chunk: Chunk
@@ -38,7 +46,8 @@ class CachedChunk:
     page_ids: npt.NDArray[np.int32] = field(init=False)  # the same, for plans
     published: bool = False
     discarded: bool = False
-    pinned: bool = False
+    pinned_until: float = -math.inf
+    born: float = 0.0
     leases: int = 0
 
     def __post_init__(self) -> None:
@@ -50,16 +59,34 @@ class ChunkCache:
 
     Args:
         on_evict: called with a chunk that is about to lose its pages for lack of room, while they are still intact.
+        quotas: most pages that chunks of a namespace hold, by namespace.
+        ttl: seconds after its computation at which a chunk that is not pinned counts as gone.
+        clock: seconds, never falling.
     """
 
     def __init__(
-        self, pool: PagePool, policy: EvictionPolicy, on_evict: Callable[[CachedChunk], None] | None = None
+        self,
+        pool: PagePool,
+        policy: EvictionPolicy,
+        on_evict: Callable[[CachedChunk], None] | None = None,
+        *,
+        quotas: Mapping[str, int] | None = None,
+        ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
+        self.live = LivePages(pool)
+        self.rates = Rates(pool.data.device)
+        self.clock = clock
+        self.ttl = ttl
         self._policy = policy
-        self._on_evict = on_evict
-        self._published: dict[ChunkId, CachedChunk] = {}
+        self.on_evict = on_evict
+        self._due = math.inf  # nothing expires before
+        self._quotas = dict(quotas or {})
+        self._held: Counter[str] = Counter()  # pages by namespace
+        self._published: dict[ChunkId, CachedChunk] = {}  # in order of birth, but for those loaded from a lower tier
         self._unlisted: set[CachedChunk] = set()  # filling, or discarded and still leased
+        self._gone: OrderedDict[ChunkId, str] = OrderedDict()  # why the latest of those that left have left
         self.evictions = 0
 
     def __contains__(self, chunk_id: object) -> bool:
@@ -79,7 +106,14 @@ class ChunkCache:
         entry = self._published.get(chunk.id)
         if entry is not None:
             require_same(entry.chunk, chunk)
+            if self._expired(entry):
+                self.discard(chunk.id, "expired")
+                return None
         return entry
+
+    def why_gone(self, chunk_id: ChunkId) -> str | None:
+        """The reason `discard` was given, or "evicted"; None for a chunk that was never here, or left long ago."""
+        return self._gone.get(chunk_id)
 
     def lease(self, entry: CachedChunk) -> CachedChunk:
         """Keep an entry's pages until `release`."""
@@ -96,107 +130,194 @@ class ChunkCache:
         entry.leases -= 1
         if entry.leases == 0 and entry.discarded:
             self._unlisted.remove(entry)
-            self.pool.free(entry.pages)
+            self._free(entry)
 
     def begin(self, chunk: Chunk, pages: tuple[int, ...]) -> CachedChunk:
         """An unpublished entry over freshly taken pages."""
         entry = CachedChunk(chunk, pages)
         self._unlisted.add(entry)
+        self._held[chunk.namespace] += len(pages)
         return entry
 
-    def publish(self, entry: CachedChunk) -> None:
-        """Make a completely written entry visible; from here on its pages are never written."""
+    def publish(self, entry: CachedChunk, age: float = 0.0) -> None:
+        """Make a completely written entry, computed `age` seconds ago, visible; its pages are never written again."""
         assert not entry.published
         assert entry.chunk.id not in self._published
-        self._policy.added(entry.chunk.id)  # may raise when it is a user's own: then nothing has changed
+        tokens = len(entry.chunk)
+        size = Size(tokens, len(entry.pages) * self.pool.page_bytes, tokens * self.rates.encode)
+        self._policy.added(entry.chunk.id, size)  # may raise when it is a user's own: then nothing has changed
         self._unlisted.remove(entry)
         entry.published = True
+        entry.born = self.clock() - age
+        self._due = min(self._due, entry.born + (math.inf if self.ttl is None else self.ttl))
         self._published[entry.chunk.id] = entry
+        self._gone.pop(entry.chunk.id, None)
 
     def abandon(self, entry: CachedChunk) -> None:
         """Give up an unpublished entry: its pages are freed with its last lease."""
         entry.discarded = True
         if entry.leases == 0:
             self._unlisted.remove(entry)
-            self.pool.free(entry.pages)
+            self._free(entry)
 
-    def discard(self, chunk_id: ChunkId) -> bool:
+    def discard(self, chunk_id: ChunkId, reason: str = "deleted") -> bool:
         """Forget a chunk, pinned or not. Pages that a running request reads are freed with its last lease."""
         entry = self._published.get(chunk_id)
         if entry is None:
+            self._remember(chunk_id, reason)
             return False
-        self._unlist(entry)
+        self._unlist(entry, reason)
         if entry.leases:
             entry.discarded = True
             self._unlisted.add(entry)
         else:
-            self.pool.free(entry.pages)
+            self._free(entry)
         return True
 
-    def pin(self, chunk_ids: Collection[ChunkId]) -> None:
-        """Keep published chunks until `unpin`; all of them or none. Raises CacheFullError when one is not there."""
+    def pin(self, chunk_ids: Collection[ChunkId], ttl: float | None = None) -> None:
+        """Keep published chunks until `unpin`, or for `ttl` seconds; all of them or none. Raises CacheFullError when
+        one is not there."""
         missing = [i for i in chunk_ids if i not in self._published]
         if missing:
             raise CacheFullError(
                 f"{len(missing)} of {len(chunk_ids)} chunks do not fit in memory and cannot be pinned: "
                 "raise cache_bytes"
             )
+        until = math.inf if ttl is None else self.clock() + ttl
         for chunk_id in chunk_ids:
-            self._published[chunk_id].pinned = True
+            self._published[chunk_id].pinned_until = until
 
     def unpin(self, chunk_ids: Collection[ChunkId]) -> None:
         for chunk_id in chunk_ids:
             if chunk_id in self._published:
-                self._published[chunk_id].pinned = False
+                self._published[chunk_id].pinned_until = -math.inf
+        self._due = -math.inf
 
-    def allocate(self, count: int) -> tuple[int, ...] | None:
-        """Take pages, evicting unpinned, unleased chunks as needed; None (nothing evicted) when that cannot do."""
-        missing = count - self.pool.num_free
-        victims = []
-        if missing > 0:
-            for chunk_id in self._policy.order():
-                entry = self._published[chunk_id]
-                if entry.pinned or entry.leases:
-                    continue
-                victims.append(entry)
-                missing -= len(entry.pages)
-                if missing <= 0:
-                    break
-            if missing > 0:
-                return None
+    def is_pinned(self, entry: CachedChunk) -> bool:
+        return self.clock() < entry.pinned_until
+
+    def allocate(self, count: int, chunks: Iterable[Chunk] = (), *, evict: bool = True) -> tuple[int, ...] | None:
+        """Take pages. Idle live pages give way first, then unpinned, unleased chunks.
+
+        None, and nothing has given way, when that cannot do.
+
+        Args:
+            chunks: those that some of the pages are for; quotas of their namespaces are kept.
+            evict: False: only pages that are free, of idle live text, or whose chunk has expired.
+        """
+        self._drop_expired()
+        victims = self._victims(count - self.pool.num_free - self.live.idle, self._over_quota(chunks))
+        if victims is None or (victims and not evict):
+            return None
+        gained = sum(len(entry.pages) for entry in victims)
+        self.live.reclaim(max(0, count - self.pool.num_free - gained))
         for entry in victims:
             self._rescue(entry)
-            self._unlist(entry)
-            self.pool.free(entry.pages)
+            self._unlist(entry, "evicted")
+            self._free(entry)
             self.evictions += 1
         return self.pool.allocate(count)
 
+    def _victims(self, missing: int, over: Counter[str]) -> list[CachedChunk] | None:
+        """Chunks whose going brings `missing` pages and every namespace below its quota; None when none do."""
+        victims: list[CachedChunk] = []
+        if over:
+            for entry in self._evictable():
+                if over[entry.chunk.namespace] > 0:
+                    over[entry.chunk.namespace] -= len(entry.pages)
+                    victims.append(entry)
+            if +over:
+                return None
+            missing -= sum(len(entry.pages) for entry in victims)
+        if missing > 0:
+            chosen = set(victims)
+            for entry in self._evictable():
+                if missing <= 0:
+                    break
+                if entry not in chosen:
+                    victims.append(entry)
+                    missing -= len(entry.pages)
+        return victims if missing <= 0 else None
+
+    def _evictable(self) -> Iterator[CachedChunk]:
+        """In the policy's order."""
+        for chunk_id in self._policy.order():
+            entry = self._published[chunk_id]
+            if not entry.leases and not self.is_pinned(entry):
+                yield entry
+
+    def _over_quota(self, chunks: Iterable[Chunk]) -> Counter[str]:
+        """Pages by which namespaces would exceed their quota with these chunks; only those that would."""
+        wanted: Counter[str] = Counter()
+        for chunk in chunks:
+            if chunk.namespace in self._quotas:
+                wanted[chunk.namespace] += self.pool.pages_for(len(chunk))
+        return +Counter({name: self._held[name] + more - self._quotas[name] for name, more in wanted.items()})
+
+    def require_quota(self, chunks: Iterable[Chunk]) -> None:
+        """Raises CacheFullError when a namespace's quota can never hold these chunks at once."""
+        sizes: Counter[str] = Counter()
+        for chunk in chunks:
+            sizes[chunk.namespace] += self.pool.pages_for(len(chunk))
+        for name, quota in self._quotas.items():
+            if sizes[name] > quota:
+                raise CacheFullError(
+                    f"the chunks need {sizes[name]} pages of {self.pool.page_size} tokens, but the quota of namespace "
+                    f"{name!r} is {quota}: raise its quota, or use fewer chunks"
+                )
+
+    def _expired(self, entry: CachedChunk) -> bool:
+        return self.ttl is not None and self.clock() - entry.born >= self.ttl and not self.is_pinned(entry)
+
+    def _drop_expired(self) -> None:
+        if self.ttl is None or self.clock() < self._due:
+            return
+        for entry in [e for e in self._published.values() if self._expired(e)]:
+            self.discard(entry.chunk.id, "expired")
+        times = (max(e.born + self.ttl, e.pinned_until) for e in self._published.values())
+        self._due = min(times, default=math.inf)
+
     def _rescue(self, entry: CachedChunk) -> None:
         """Offer an entry to `on_evict`; a full disk costs its KV, never the request that needs the room."""
-        if self._on_evict is None:
+        if self.on_evict is None:
             return
         try:
-            self._on_evict(entry)
+            self.on_evict(entry)
         except Exception:  # noqa: BLE001
             _log.exception("the KV of chunk %s could not be kept; it will be computed again", entry.chunk.id)
 
-    def _unlist(self, entry: CachedChunk) -> None:
-        del self._published[entry.chunk.id]
-        self._policy.removed(entry.chunk.id)
+    def _unlist(self, entry: CachedChunk, reason: str) -> None:
+        chunk_id = entry.chunk.id
+        del self._published[chunk_id]
+        self._policy.removed(chunk_id, evicted=reason == "evicted")
+        self._remember(chunk_id, reason)
+
+    def _remember(self, chunk_id: ChunkId, reason: str) -> None:
+        self._gone[chunk_id] = reason
+        self._gone.move_to_end(chunk_id)
+        if len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def _free(self, entry: CachedChunk) -> None:
+        namespace = entry.chunk.namespace
+        self._held[namespace] -= len(entry.pages)
+        if not self._held[namespace]:
+            del self._held[namespace]
+        self.pool.free(entry.pages)
 
     def pages_beyond(self, chunk_ids: Collection[ChunkId]) -> int:
         """Pages of pinned chunks other than the given ones: what a request with these chunks can never have."""
-        return sum(len(e.pages) for i, e in self._published.items() if e.pinned and i not in chunk_ids)
+        return sum(len(e.pages) for i, e in self._published.items() if self.is_pinned(e) and i not in chunk_ids)
 
     def check(self, private_pages: Collection[int] = ()) -> list[str]:
         """Invariants, for tests and idle time: each page has exactly one holder; each published chunk is whole.
 
         Args:
-            private_pages: the pages of live runs of unfinished requests.
+            private_pages: the unshared pages of live runs of unfinished requests.
         """
         entries = (*self._published.values(), *self._unlisted)
         held = [page for entry in entries for page in entry.pages]
-        problems = self.pool.check([*held, *private_pages])
+        problems = self.pool.check([*held, *self.live.held(), *private_pages]) + self.live.check()
         for chunk_id, entry in self._published.items():
             if entry.chunk.id != chunk_id or not entry.published or entry.discarded:
                 problems.append(f"chunk {chunk_id} is listed in a wrong state")
@@ -204,6 +325,16 @@ class ChunkCache:
                 problems.append(f"chunk {chunk_id} of {len(entry.chunk)} tokens has {len(entry.pages)} pages")
         if set(self._policy.order()) != set(self._published):
             problems.append("the eviction policy and the index know different chunks")
+        counted = Counter(dict.fromkeys(self._held, 0))
+        for entry in entries:
+            counted[entry.chunk.namespace] += len(entry.pages)
+        if counted != self._held:
+            problems.append(f"namespaces hold {dict(counted)} pages, but {dict(self._held)} are charged to them")
+        for name, quota in self._quotas.items():
+            if self._held[name] > quota:
+                problems.append(f"namespace {name!r} holds {self._held[name]} pages, its quota is {quota}")
+        if len(self._gone) > REMEMBERED:
+            problems.append(f"{len(self._gone)} chunks that left are remembered")
         if any(entry.leases < 0 for entry in entries):
             problems.append("a chunk has a negative number of leases")
         return problems

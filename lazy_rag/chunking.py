@@ -50,7 +50,7 @@ class Chunker:
         return ChunkRecord(self._keys.chunk_id(namespace, token_ids), namespace, stripped, token_ids)
 
     def chunk(self, record: ChunkRecord) -> Chunk:
-        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base)
+        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace)
 
     def text_tokens(self, record: ChunkRecord) -> int:
         """How many of a chunk's tokens are its text; the others are the separator."""

@@ -1,4 +1,4 @@
-"""The command line: `lazy-rag ask PATH… "question"` and `lazy-rag chat PATH…`.
+"""The command line: `lazy-rag ask PATH… "question"`, `lazy-rag chat PATH…`, `lazy-rag store verify | stats | gc DIR`.
 
 The answer goes to stdout; progress, receipt and sources to stderr, so that a pipe gets the answer alone. With `--json`
 stdout holds one JSON object per answer and nothing else. torch and transformers are imported by the commands that need
@@ -34,6 +34,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+store_app = typer.Typer(
+    help="Look after a store folder; no model is loaded.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(store_app, name="store")
+
 PATHS_HELP = "Files and folders (.txt .md .py .html .pdf); with --store they may be left out."
 Paths = Annotated[list[Path] | None, typer.Argument(metavar="PATH...", help=PATHS_HELP, show_default=False)]
 Arguments = Annotated[
@@ -44,6 +52,7 @@ Model = Annotated[str, typer.Option(help="Packaged alias, local folder, GGUF fil
 Store = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep index and KV here; nothing is computed twice.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The store folder.")]
 
 
 def main() -> None:
@@ -104,6 +113,49 @@ def chat(
             _note("Ask about the documents. Ctrl-C stops an answer; /quit or Ctrl-D ends the chat.")
         for line in _lines(as_json):
             _turn(session, line)
+
+
+@store_app.command()
+def verify(
+    folder: Folder,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Set bad records aside, drop what no document holds, rebuild the index.")
+    ] = False,
+) -> None:
+    """Read everything and say what is wrong; exit code 1 when something is."""
+    from lazy_rag import maintenance
+
+    with _reported():
+        problems = maintenance.verify(folder, repair=repair)
+    for problem in problems:
+        print(problem)
+    _note(f"{len(problems)} problems{' repaired' if repair and problems else ''}" if problems else "the store is sound")
+    if problems and not repair:
+        raise typer.Exit(1)
+
+
+@store_app.command("stats")
+def store_stats(folder: Folder) -> None:
+    """Print what a store holds, as one JSON object."""
+    from lazy_rag import maintenance
+
+    with _reported():
+        print(json.dumps(asdict(maintenance.stats(folder))))
+
+
+@store_app.command()
+def gc(
+    folder: Folder,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Also drop the records written longest ago, down to this size.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+) -> None:
+    """Remove records no document holds, those set aside as bad, and files that killed writers left; print counts."""
+    from lazy_rag import maintenance
+
+    with _reported():
+        print(json.dumps(asdict(maintenance.collect(folder, max_bytes=max_bytes, dry_run=dry_run))))
 
 
 @dataclass

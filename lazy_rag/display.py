@@ -176,6 +176,7 @@ def _stats_blocks(stats: Stats) -> list[str]:
 def _token_shares(counts: Receipt | Stats) -> list[tuple[str, float, str]]:
     return [
         ("reused", counts.tokens_reused, "#1d7a55"),
+        ("of earlier live text", counts.tokens_history, "#1f6fb2"),
         ("encoded", counts.tokens_encoded, "#b3541e"),
         ("live", counts.tokens_live, _GREY),
     ]
@@ -313,6 +314,8 @@ def _receipt_facts(receipt: Receipt, finish_reason: str) -> list[str]:
     live = f"{receipt.tokens_live} live"
     if receipt.tokens_repaired:
         live += f", {receipt.tokens_repaired} of them repaired"
+    if receipt.tokens_history:
+        live += f", {receipt.tokens_history} of earlier live text"
     generated = f"{_count(receipt.tokens_generated, 'token')} generated, finished: {finish_reason}"
     if receipt.tokens_generated > 1 and times.decode > 0:
         generated += f", {(receipt.tokens_generated - 1) / times.decode:.1f} tokens/s"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +51,10 @@ class Embedder:
         if not callable(getattr(model, "encode", None)):
             raise RetrieverError(f"an embedder needs a method .encode(list[str]); {type(model).__name__} has none")
         self._model = model
+        self._encode_texts = _silent(model.encode)
         # Tokenizers inside embedding models fail with "Already borrowed" when two threads call them.
         self._lock = threading.Lock()
+        self._stream = _own_stream(model)
         self.name = name
         self.dimension = dimension or self._ask_dimension()
 
@@ -100,13 +105,13 @@ class Embedder:
         # half a surrogate pair (bytes that were not UTF-8) is no text to a tokenizer
         texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
         try:
-            with self._lock:
-                raw = self._model.encode(texts)
+            with self._lock, self._stream():
+                raw = self._encode_texts(texts)
+                if callable(getattr(raw, "detach", None)):
+                    raw = raw.detach().float().cpu().numpy()
         except Exception as error:
             raise RetrieverError(f"embedder {self.name!r} failed: {type(error).__name__}: {error}") from error
         try:
-            if callable(getattr(raw, "detach", None)):
-                raw = raw.detach().float().cpu().numpy()
             return np.asarray(raw, dtype=np.float32)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise RetrieverError(f"embedder {self.name!r} did not return a matrix of numbers: {error}") from error
@@ -145,6 +150,27 @@ def _blocks(count: int, progress: bool) -> Iterator[tuple[int, int]]:
     finally:
         if bar is not None:
             bar.close()
+
+
+def _silent(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the bar that sentence-transformers draws for every call when a program logs at level INFO."""
+    try:
+        known = "show_progress_bar" in inspect.signature(encode).parameters
+    except (TypeError, ValueError):
+        known = False
+    return partial(encode, show_progress_bar=False) if known else encode
+
+
+def _own_stream(model: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """A stream for a model on a GPU, so that embedding a question does not wait for the language model's steps."""
+    device = getattr(model, "device", None)
+    if getattr(device, "type", None) != "cuda":
+        return nullcontext
+    import torch
+
+    stream = torch.cuda.Stream(device, priority=-1)
+    stream.wait_stream(torch.cuda.current_stream(device))  # its weights may still be on their way
+    return lambda: torch.cuda.stream(stream)
 
 
 def _live_name(model: Any) -> str:

@@ -1,40 +1,45 @@
 """The engine: one thread that owns the model, the pool and the chunk cache, and runs every forward pass.
 
-    commands ─► admit (lease resident chunks, take pages, begin missing ones) ─► step ─► deliver
+    commands ─► grow, admit (`admission.py`: chunks, pages) ─► step (`scheduler.py`) ─► deliver
 
 On a GPU a step is launched before the one before it is read back, so `deliver` is one step behind.
 
-A step is one forward pass over the rows of every sequence that has work: a token of each decoding request, live tokens
-of requests whose chunks are all resident, and missing chunks, up to `encode_tokens` rows. Encoding a chunk and
+A step is one forward pass over rows of every kind of work (`scheduler.py` says how many of which): a token of each
+decoding request, live tokens of requests whose chunks are all resident, and missing chunks. Encoding a chunk and
 prefilling a prompt are the same thing to it: a `Sequence` of tokens against segments.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lazy_rag.cache import CachedChunk, ChunkCache
-from lazy_rag.errors import CacheFullError, LazyRAGError, QueueFullError, RuntimeClosedError
+from lazy_rag.admission import Admission
+from lazy_rag.cache import ChunkCache
+from lazy_rag.errors import CacheFullError, DeadlineExceededError, LazyRAGError, RuntimeClosedError
 from lazy_rag.execution import Executor, Logits
 from lazy_rag.futures import as_lazy_error, resolve, set_exception, set_result
 from lazy_rag.grammar import Constraint
-from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, PromptLayout, Segment
+from lazy_rag.layout import Chunk, PromptLayout
 from lazy_rag.model import LanguageModel
-from lazy_rag.plan import Part, PlacedSegment, Sequence
-from lazy_rag.requests import Answer, ChunkUse, Completion, Counters, EncodeJob, Encoding, Flight, Request, Ticket
-from lazy_rag.residency import Records, Residency
-from lazy_rag.sampling import Sampler, SamplingParams, TextStream
+from lazy_rag.plan import Part
+from lazy_rag.requests import Answer, Completion, Counters, EncodeJob, Encoding, Flight, Request, Ticket
+from lazy_rag.residency import Residency
+from lazy_rag.sampling import SamplingParams
+from lazy_rag.scheduler import compose, gives_way
+from lazy_rag.tiers import Tiers
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -61,7 +66,7 @@ class Engine:
         impl: str,
         decode: Callable[[list[int]], str],
         end_ids: frozenset[int],
-        records: Records | None = None,
+        tiers: Tiers,
         max_queue: int | None = None,
         constraint: Callable[[SamplingParams], Constraint | None] = lambda _: None,
     ) -> None:
@@ -69,7 +74,19 @@ class Engine:
         self.cache = cache
         self.pool = cache.pool
         self.counters = Counters()
-        self.residency = Residency(cache, records, prefix=prefix, encode_tokens=encode_tokens, counters=self.counters)
+        self.residency = Residency(cache, tiers, prefix=prefix, encode_tokens=encode_tokens, counters=self.counters)
+        self.residency.fail_encoding = lambda encoding, error: self._fail_sequence(None, encoding, error)
+        tiers.post = self._put
+        self.admission = Admission(
+            cache,
+            self.residency,
+            prefix=prefix,
+            max_queue=max_queue,
+            counters=self.counters,
+            decode=decode,
+            constraint=constraint,
+            device=model.device,
+        )
         self._prefix = prefix
         self._encode_tokens = encode_tokens
         self._impl = impl
@@ -77,13 +94,12 @@ class Engine:
         # launch a step before the one before is read back: only where launching does not wait for the device
         self._ahead = model.device.type == "cuda"
         self._flight: Flight | None = None
-        self._decode = decode
         self._end_ids = end_ids
-        self._constraint = constraint
-        self._max_queue = max_queue
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._running = self.admission.running
+        self._waiting = self.admission.waiting
+        self._arrivals = itertools.count()
+        self._idle = False  # nothing to do until a command comes: chunks are being loaded
         self._closing = False
         self._lock = threading.Lock()  # orders `close` against submissions: nothing enters the queue after its end
         self._thread = threading.Thread(target=self._run, name="lazy-rag-engine", daemon=True)
@@ -110,12 +126,34 @@ class Engine:
         *,
         on_text: Callable[[str], None] | None = None,
         wants_logits: bool = False,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> Ticket:
-        """Queue a request. `on_text` receives each piece of text on the engine thread and must not block."""
-        ticket = Ticket(self.wake, on_text)
-        request = Request(layout, sampling, ticket, wants_logits, time.perf_counter())
-        self._put(lambda: self._guarded(request, lambda: self._accept(request)))
+        """Queue a request.
+
+        Args:
+            on_text: receives each piece of text on the engine thread and must not block.
+            priority: higher goes first.
+            deadline: seconds from now after which the request fails with DeadlineExceededError.
+        """
+        now = time.perf_counter()
+        requests = []
+        for each in samples_of(sampling):
+            request = Request(layout, each, Ticket(self.wake, on_text), wants_logits, now, self._rank(priority))
+            request.expires = math.inf if deadline is None else now + deadline
+            requests.append(request)
+        first, *followers = requests
+        first.followers = followers
+        for request in followers:
+            request.leader = first
+        ticket = first.ticket
+        if followers:
+            ticket = Ticket(self.wake, None, tuple(request.ticket for request in requests))
+        self._put(lambda: self._guarded(first, lambda: self.admission.accept(first)))
         return ticket
+
+    def _rank(self, priority: int) -> tuple[int, int]:
+        return -priority, next(self._arrivals)
 
     def encode(
         self,
@@ -123,13 +161,26 @@ class Engine:
         *,
         evict: bool,
         pin: bool = False,
+        ttl: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> EncodeJob:
         """Bring chunks into the cache; the job's future gives how many of them are resident at its end."""
         queued = deque(chunks)
-        job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued))
+        job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued), ttl)
         self._put(lambda: self.residency.jobs.append(job))
         return job
+
+    def promote(self, chunks: list[Chunk]) -> None:
+        """Start to load what a lower tier has of these chunks, ahead of the request that will ask for them."""
+        if self.residency.tiers.exist:
+            # requests that wait for pages come first
+            self._put(lambda: None if self._waiting else self._promote(chunks))
+
+    def _promote(self, chunks: list[Chunk]) -> None:
+        try:
+            self.residency.promote(chunks)
+        except Exception:  # noqa: BLE001  the request itself will meet it, and say so
+            _log.exception("promoting chunks failed")
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between steps, on the engine thread."""
@@ -146,8 +197,10 @@ class Engine:
             if not self._closing:
                 self._closing = True
                 self._commands.put(None)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is not self._thread:
+            if self._thread.is_alive():
+                self._thread.join()
+            self.residency.tiers.close()
 
     def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -161,10 +214,12 @@ class Engine:
         reason = "the runtime was closed while the request was running"
         try:
             while self._take_commands():
-                self._drop_cancelled()
+                self._drop_ended()
+                self._grow()
                 self._admit()
                 self.residency.feed_jobs(bool(self._running))
                 parts = self._select()
+                self._idle = not parts and self._flight is None and self.residency.only_waits
                 flight = self._launch(parts) if parts else None
                 # on a GPU the step before is read while the new one runs
                 self._land()
@@ -178,13 +233,15 @@ class Engine:
                 self._closing = True
         self._fail_all(reason)
         self.executor.close()
+        self.pool.close()
 
     def _take_commands(self) -> bool:
         """Run queued commands; sleeps when there is nothing else to do. False at the end."""
         busy = bool(self._flight or self._running or self.residency.encodings or self.residency.jobs or self._waiting)
+        busy = busy and not self._idle
         while True:
             try:
-                command = self._commands.get(block=not busy)
+                command = self._commands.get(block=not busy, timeout=None if busy else self._patience())
             except queue.Empty:
                 return True
             if command is None:
@@ -192,30 +249,41 @@ class Engine:
             command()
             busy = True
 
+    def _patience(self) -> float | None:
+        """Seconds until the first deadline; None when there is none."""
+        first = min((request.expires for request in (*self._waiting, *self._running)), default=math.inf)
+        return None if first == math.inf else max(0.0, first - time.perf_counter())
+
     def _select(self) -> list[Part]:
-        """The rows of the next step: decoding requests, then prompts, then missing chunks, within `encode_tokens`."""
-        budget = self._encode_tokens
-        parts = []
-        ready = [r.sequence for r in self._running if not r.pending and r.sequence is not None]
-        ready.sort(key=lambda sequence: sequence.remaining > 1)
-        for sequence in (*ready, *(e.sequence for e in self.residency.encodings.values())):
-            rows = min(sequence.remaining, budget)
-            if rows:
-                parts.append(Part(sequence, rows))
-                budget -= rows
-        return parts
+        """The rows of the next step (`scheduler.compose`): of requests that decode, of prompts, of missing chunks."""
+        ready = sorted((r for r in self._running if not r.pending and r.sequence is not None), key=lambda r: r.rank)
+        sequences = [r.sequence for r in ready if r.sequence is not None]
+        encodings = sorted(self.residency.encodings.values(), key=lambda encoding: encoding.rank)
+        work = compose(
+            [s for s in sequences if s.remaining == 1],
+            [s for s in sequences if s.remaining > 1],
+            [encoding.sequence for encoding in encodings],
+            rows=self._encode_tokens,
+            turn=self.counters.steps,
+        )
+        return [Part(sequence, rows) for sequence, rows in work]
 
     def _launch(self, parts: list[Part]) -> Flight | None:
         """One forward pass, and a token for each request whose last row it holds; nothing is read back."""
         requests = {id(r.sequence): r for r in self._running}
         encodings = {id(e.sequence): e for e in self.residency.encodings.values()}
         asked = [p for p in parts if id(p.sequence) in requests and p.rows == p.sequence.remaining]
+        encoded = sum(p.rows for p in parts if id(p.sequence) in encodings)
         try:
-            logits = self.executor.run(parts, [(p, p.sequence.pages[0]) for p in asked])
-        except Exception as error:  # noqa: BLE001  whatever the model raised: those in this step fail, the engine goes on
+            with self.cache.rates.computing(encoded, sum(p.rows for p in parts)):
+                logits = self.executor.run(parts, [(p, requests[id(p.sequence)].place) for p in asked])
+        except Exception as error:  # noqa: BLE001  whatever the model raised
             _log.exception("a forward pass failed")
-            for part in parts:
-                self._fail_sequence(requests.get(id(part.sequence)), encodings.get(id(part.sequence)), error)
+            if len(parts) > 1:
+                self._launch_apart(parts)
+            else:
+                sequence = id(parts[0].sequence)
+                self._fail_sequence(requests.get(sequence), encodings.get(sequence), error)
             return None
         self.counters.steps += 1
         for part in parts:
@@ -225,17 +293,28 @@ class Engine:
                 self._publish(encoding)
         return self._choose([requests[id(part.sequence)] for part in asked], logits) if asked else None
 
+    def _launch_apart(self, parts: list[Part]) -> None:
+        """Run the parts of a failed step one by one: only those fail that fail alone, the others go on."""
+        self._land()
+        for part in parts:
+            # landing, or an earlier part's failure, may have ended it
+            there = [r.sequence for r in self._running] + [e.sequence for e in self.residency.encodings.values()]
+            if part.sequence in there:
+                self._flight = self._launch([part])
+                self._land()
+
     def _choose(self, requests: list[Request], logits: Logits) -> Flight:
         """Choose a token for each row of the logits, on the device, and let the sequences go on with it."""
         drawn = torch.stack((logits.token, logits.peak.double(), torch.full_like(logits.peak, torch.nan)), dim=1)
-        answers = []
+        answers: list[Answer] = []
+        failed = []
         for i, request in enumerate(requests):
             sequence, sampler = request.sequence, request.sampler
             assert sequence is not None and sampler is not None
             if request.wants_logits:
                 answers.append(Answer(request, -1, logits.rows[i].clone()))
                 continue
-            place = sequence.pages[0]
+            place = request.place
             if not sampler.plain:
                 try:
                     drawn[i] = sampler.draw(logits.rows[i])
@@ -243,12 +322,15 @@ class Engine:
                 except Exception as error:  # noqa: BLE001  this request only
                     _log.exception("choosing a token failed")
                     self._fail_sequence(request, None, error)
+                    failed.append(i)
                     continue
             answers.append(Answer(request, len(sequence.tokens)))
             request.launched += 1
             if request.launched < request.sampling.max_tokens:
                 sequence.tokens.append(-1 - place)
                 sequence.positions.append(sequence.positions[-1] + 1)
+        if failed:
+            drawn = drawn[[i for i in range(len(requests)) if i not in failed]]
         if not self._ahead:
             return Flight(answers, drawn, None)
         host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
@@ -285,127 +367,52 @@ class Engine:
                 _log.exception("a request failed")
             self._fail_sequence(request, None, error)
 
-    # engine thread: admission
+    # engine thread: who runs
 
-    def _accept(self, request: Request) -> None:
-        needed, chunks = self._private_pages(request), {s.chunk_id for s in request.layout.segments}
-        if self._prefix is not None:
-            chunks.add(self._prefix.id)
-        needed += sum(self.pool.pages_for(len(request.layout.chunks[i])) for i in chunks)
-        available = self.pool.num_pages - self.cache.pages_beyond(chunks)
-        if needed > available:
-            error = CacheFullError(
-                f"the request needs {needed} pages of {self.pool.page_size} tokens, but only {available} of "
-                f"{self.pool.num_pages} can ever be free for it: raise cache_bytes, use fewer chunks, lower "
-                "max_tokens, or unpin chunks"
-            )
-            set_exception(request.ticket.future, error)
-            return
-        if self._max_queue is not None and len(self._waiting) >= self._max_queue:
-            set_exception(
-                request.ticket.future,
-                QueueFullError(f"{len(self._waiting)} requests are waiting already (max_queue): try again later"),
-            )
-            return
-        self._waiting.append(request)
+    def _grow(self) -> None:
+        """Every running request gets the page of its next token; when none is left, the youngest gives way."""
+        for request in sorted(self._running, key=lambda r: r.rank):
+            self._guarded(request, lambda request=request: self._make_room(request))  # type: ignore[misc]
 
-    def _private_pages(self, request: Request) -> int:
-        """Pages for the live tokens and every token that may be generated (the last one is never written)."""
-        generated = 0 if request.wants_logits else request.sampling.max_tokens - 1
-        return self.pool.pages_for(request.layout.live_tokens + generated)
+    def _make_room(self, request: Request) -> None:
+        while request.sequence is not None and not self.admission.grow(request):
+            if not self._landed():
+                self.admission.give_way(gives_way(self._running))
 
     def _admit(self) -> None:
-        """Admit waiting requests in order of arrival, until one does not fit."""
+        """Admit waiting requests by rank, until one does not fit."""
         while self._waiting:
-            request = self._waiting[0]
+            request = self._waiting.first()
             try:
-                admitted = self._try_admit(request)
+                if self.admission.admit(request):
+                    self._waiting.remove(request)
+                    continue
+                lower = [r for r in self._running if r.rank[0] > request.rank[0]]
+                would_fit = bool(lower) and self.admission.fits_without(request, lower)
             except Exception as error:  # noqa: BLE001  a malformed layout, say: this request only
                 self._fail_sequence(request, None, error)
-                admitted = True
-            if not admitted:
-                if self._running or self.residency.encodings or self.residency.jobs:
-                    return  # pages come back when these finish
-                failure = CacheFullError(
-                    "the request does not fit beside the pinned chunks: unpin some or raise cache_bytes"
-                )
-                set_exception(request.ticket.future, failure)
-            self._waiting.popleft()
+                continue
+            if would_fit:
+                if not self._landed():
+                    self.admission.give_way(gives_way(lower))
+                continue
+            if self._running or self.residency.encodings or self.residency.jobs:
+                return  # pages come back when these finish
+            full = "the request does not fit beside the pinned chunks: unpin some or raise cache_bytes"
+            self._fail_sequence(request, None, CacheFullError(full))
 
-    def _try_admit(self, request: Request) -> bool:
-        """Lease every chunk of the request and take all pages it can ever need; or change nothing."""
-        layout = request.layout
-        chunks = {s.chunk_id: layout.chunks[s.chunk_id] for s in layout.segments}
-        missing = []
-        for chunk in chunks.values():
-            entry = self.residency.find(chunk)
-            if entry is None:
-                missing.append(chunk)
-            else:
-                request.leases.append(self.cache.lease(entry))
-        sizes = [self.pool.pages_for(len(chunk)) for chunk in missing]
-        private = self._private_pages(request)
-        pages = self.cache.allocate(private + sum(sizes))
-        if pages is None:
-            self._release(request)
-            return False
-        request.pages = pages[:private]
-        tiers = {entry.chunk.id: self.residency.tier(entry) for entry in request.leases}
-        taken = private
-        try:
-            for chunk, size in zip(missing, sizes, strict=True):
-                taken += size
-                entry = self.cache.begin(chunk, pages[taken - size : taken])
-                request.leases.append(self.cache.lease(entry))
-                tiers[chunk.id] = self.residency.fill(entry)
-        except BaseException:
-            self.pool.free(pages[taken:])
-            raise
-        spans = {entry.chunk.id: entry for entry in request.leases}
-        for chunk_id in chunks:
-            if chunk_id in self.residency.encodings:
-                request.pending.add(chunk_id)
-                self.residency.encodings[chunk_id].waiters.append(request)
-        self._enter(request, spans, tiers)
-        return True
+    def _landed(self) -> bool:
+        """Read back the step in flight, if there is one: it may end requests, and a request that gives way must know
+        its tokens."""
+        there = self._flight is not None
+        self._land()
+        return there
 
-    def _enter(self, request: Request, spans: dict[ChunkId, CachedChunk], tiers: dict[ChunkId, str]) -> None:
-        """Turn an admitted request into a running sequence."""
-        layout = request.layout
-        request.sequence = Sequence(
-            tokens=[token for run in layout.live_runs for token in run.token_ids],
-            positions=[position for run in layout.live_runs for position in range(run.offset, run.offset + run.length)],
-            segments=tuple(self._place(segment, spans[segment.chunk_id]) for segment in layout.segments),
-            pages=request.pages,
-        )
-        # a repeated chunk is computed or loaded once: further uses find it in the pool
-        seen: set[ChunkId] = set()
-        uses = []
-        for s in layout.segments:
-            tier = self.residency.pool_tier if s.chunk_id in seen else tiers[s.chunk_id]
-            uses.append(ChunkUse(s.chunk_id, s.offset, s.start, s.length, tier))
-            seen.add(s.chunk_id)
-        request.uses = tuple(uses)
-        constraint = self._constraint(request.sampling)
-        request.sampler = Sampler(request.sampling, self.model.device, layout.token_ids, constraint)
-        request.stream = TextStream(self._decode, request.sampling.stop_strings)
-        for entry in request.leases:
-            self.cache.used(entry)
-        now = time.perf_counter()
-        request.times.queue = now - request.submitted
-        request.encoded_at = now
-        self._running.append(request)
-        counters = self.counters
-        counters.requests += 1
-        counters.chunk_hits += sum(use.hit for use in uses)
-        counters.chunk_misses += sum(not use.hit for use in uses)
-        counters.tokens_reused += sum(use.length for use in uses if use.hit)
-        counters.tokens_live += layout.live_tokens
-
-    def _place(self, segment: Segment, entry: CachedChunk) -> PlacedSegment:
-        size = self.pool.page_size
-        pages = entry.page_ids[segment.start // size : self.pool.pages_for(segment.start + segment.length)]
-        return PlacedSegment(pages, segment.length, segment.offset, segment.delta)
+    def _join(self, request: Request) -> None:
+        """The samples that wait for a request's prompt can run: it is computed, or will not be."""
+        followers, request.followers = request.followers, []
+        for follower in followers:
+            self._waiting.add(follower)
 
     # engine thread: answers
 
@@ -418,8 +425,11 @@ class Engine:
             self._finish(request, "logits", answer.logits.to("cpu"))
             return
         reason = self._take(request, answer.index, drawn)
+        self.admission.publish(request, answer.index)
         if reason is not None:
             self._finish(request, reason)
+        elif request.followers:
+            self._join(request)
 
     def _take(self, request: Request, index: int, drawn: list[float]) -> str | None:
         """One token more; returns why the answer ends, or None."""
@@ -432,6 +442,8 @@ class Engine:
             request.first_token_at = time.perf_counter()
             request.times.first_token = request.first_token_at - request.submitted
         request.token_ids.append(token)
+        if request.keys is not None:
+            request.keys.extend((token,))
         if logprob is not None:
             request.logprobs.append(logprob)
         self.counters.tokens_generated += 1
@@ -466,32 +478,28 @@ class Engine:
             finish_reason=reason,
             uses=request.uses,
             times=request.times,
+            history=request.history,
+            preempted=request.preempted,
             logits=logits,
         )
         set_result(request.ticket.future, completion)
 
     def _release(self, request: Request) -> None:
-        """Give back everything a request holds. Safe at any point of its life."""
-        if request in self._running:
-            self._running.remove(request)
-        for chunk_id in request.pending:
-            encoding = self.residency.encodings.get(chunk_id)
-            if encoding is not None:
-                encoding.waiters.remove(request)
-        request.pending.clear()
-        for entry in request.leases:
-            self.cache.release(entry)
-        request.leases.clear()
-        self.pool.free(request.pages)
-        request.pages = ()
-        request.sequence = None
-
-    def _drop_cancelled(self) -> None:
-        for request in [r for r in self._waiting if r.ticket.cancelled]:
+        """The end of a request, wherever it was."""
+        if request in self._waiting:
             self._waiting.remove(request)
-            self._guarded(request, lambda request=request: self._finish(request, "cancelled"))  # type: ignore[misc]
-        for request in [r for r in self._running if r.ticket.cancelled]:
-            self._guarded(request, lambda request=request: self._finish(request, "cancelled"))  # type: ignore[misc]
+        self._join(request)
+        self.admission.release(request)
+
+    def _drop_ended(self) -> None:
+        """End requests that were cancelled or are too late."""
+        now = time.perf_counter()
+        for request in (*self._waiting, *self._running):
+            if request.ticket.cancelled:
+                self._guarded(request, lambda request=request: self._finish(request, "cancelled"))  # type: ignore[misc]
+            elif now > request.expires:
+                late = f"not finished {request.expires - request.submitted:g} seconds after its submission (deadline)"
+                self._fail_sequence(request, None, DeadlineExceededError(f"the request was {late}"))
 
     def _fail_sequence(self, request: Request | None, encoding: Encoding | None, error: BaseException) -> None:
         failure = as_lazy_error(error)
@@ -509,7 +517,8 @@ class Engine:
             command = self._commands.get_nowait()
             if command is not None:
                 command()  # a `call` or a submission that came in with the end
-        requests = (*self._waiting, *self._running)
+        requests = [*self._waiting, *self._running]
+        requests += [follower for request in requests for follower in request.followers]
         for request in requests:
             set_exception(request.ticket.future, RuntimeClosedError(reason))
         for job in self.residency.jobs:
@@ -518,9 +527,16 @@ class Engine:
         for encoding in tuple(self.residency.encodings.values()):
             self.residency.fail(encoding, RuntimeClosedError(reason))
         for request in requests:
-            self._release(request)
+            self.admission.release(request)
 
     def check(self) -> list[str]:
         """Cache invariants, with the private pages of running requests (engine thread; use through `call`)."""
-        private = [page for request in self._running for page in request.pages]
-        return self.cache.check(private)
+        return [*self.cache.check(self.admission.private_pages()), *self.residency.tiers.check()]
+
+
+def samples_of(sampling: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each sample: with a seed, every one draws from its own."""
+    if sampling.n == 1:
+        return [sampling]
+    seed = sampling.seed
+    return [replace(sampling, n=1, seed=None if seed is None else (seed + i) % 2**63) for i in range(sampling.n)]

@@ -38,6 +38,10 @@ class QueueFullError(LazyRAGError):
     """`max_queue` requests are waiting already."""
 
 
+class DeadlineExceededError(LazyRAGError):
+    """The request was not finished `deadline` seconds after its submission."""
+
+
 class UnknownChunkError(LazyRAGError):
     """A chunk or document id that this runtime does not hold."""
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lazy_rag_kernels import write_positions
+from lazy_rag_kernels.tuned import tuning
 from torch import Tensor
 
 from lazy_rag.model import LanguageModel, Step
@@ -54,6 +56,21 @@ class _Graph:
     replay: Callable[[], None]
 
 
+@contextmanager
+def _products_of(rows: int, device: torch.device) -> Iterator[None]:
+    """The library that is fastest for matrix products of so many rows on this GPU. A setting of the process, changed
+    while a graph is captured and put back: the graph keeps its kernels."""
+    if device.type != "cuda" or rows not in tuning(torch.cuda.get_device_name(device)).cublaslt_rows:
+        yield
+        return
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
 class Executor:
     """Runs steps. On a GPU with impl="triton", `warm` captures graphs; before, and elsewhere, every step is eager."""
 
@@ -61,7 +78,7 @@ class Executor:
         self._model = model
         self._pool = pool
         self._impl = impl
-        # by a request's first private page: unique while it runs
+        # by the first page a request took for itself: unique while it runs
         self.last_tokens = torch.zeros(pool.num_pages + 1, dtype=torch.int64, device=model.device)
         self._graphs: list[_Graph] = []
         self._tables: StaticTables | None = None
@@ -199,7 +216,8 @@ class Executor:
         write_positions(self._pool.positions, plan)
         self._model.rope.refresh(tables.angles, tables.deltas)
         token_ids = self._known(chosen.token_ids)
-        logits = self._model.forward(token_ids, plan.positions, chosen.asked_rows, self._step(plan))
+        with _products_of(chosen.bucket.rows, self._model.device):
+            logits = self._model.forward(token_ids, plan.positions, chosen.asked_rows, self._step(plan))
         return self._answer(logits, chosen.asked_places)
 
     def _uncaptured(self, plan: BucketPlan) -> _Graph:

@@ -6,7 +6,7 @@ Holds no tensors. A layout says what stands where; it does not know whether a ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lazy_rag.errors import ConfigError
@@ -16,11 +16,15 @@ from lazy_rag.rope import segment_delta
 
 @dataclass(frozen=True)
 class Chunk:
-    """A token sequence with one KV image. `base` is the stored position of its first token (`lazy_rag/rope.py`)."""
+    """A token sequence with one KV image. `base` is the stored position of its first token (`lazy_rag/rope.py`).
+
+    `namespace` went into the id; it is kept for quotas and explanations.
+    """
 
     id: ChunkId
     token_ids: tuple[int, ...]
     base: int
+    namespace: str = field(default="", compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -92,6 +96,7 @@ class PromptLayout:
     prefix: Chunk | None
     page_size: int
     dropped: tuple[ChunkId, ...] = ()
+    namespace: str = ""  # whose requests may share the KV of its live text
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -223,4 +228,4 @@ def repair_layout(layout: PromptLayout, repair: str) -> PromptLayout:
         builder.live(tokens[:head], repaired=head)
         if head < item.length:
             builder.segment(chunk, item.start + head, item.length - head)
-    return builder.build(layout.dropped)
+    return replace(builder.build(layout.dropped), namespace=layout.namespace)

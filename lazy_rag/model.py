@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM driven through its attention seam; no model code is changed.
+"""A Hugging Face causal LM driven through its attention seam; no model code is changed (but see projections.py).
 
 `AttentionInterface.register` adds one function under our name; `set_attn_implementation` selects it on our instance.
 The function receives q, k, v after the model's own RoPE, and whatever object `forward(plan=...)` was given: the step
@@ -10,7 +10,7 @@ passed always, and the name is not in the mask interface, so no T x T mask is ev
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from lazy_rag.errors import ConfigError, UnsupportedModelError
 from lazy_rag.families import family_of, rope_table
 from lazy_rag.pool import KVShape
+from lazy_rag.projections import join, seen_inputs, siblings
 from lazy_rag.rope import RopeTable
 
 SEAM = "lazy_rag"
@@ -57,7 +58,7 @@ def _seam(
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls, with [1, heads, T, D] tensors."""
     if torch.compiler.is_compiling():  # opaque to the compiler; the step it serves is the calling thread's
-        return _compiled_attend(query, key, value, module.layer_idx, scaling, *_extras(extras)), None  # type: ignore[no-any-return]
+        return _compiled_attend(query, key, value, scaling, *_extras(extras)), None  # type: ignore[no-any-return]
     if plan is None:
         raise UnsupportedModelError(_NOT_ALONE)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -69,9 +70,11 @@ def _extras(extras: dict[str, Any]) -> tuple[int | None, float | None, Tensor | 
 
 
 class _Current(threading.local):
-    """The step a thread's compiled forward pass serves: a compiled graph takes tensors and numbers only."""
+    """The step a thread's compiled forward pass serves, and the layers still to come: a compiled graph takes tensors
+    and numbers only, and a number of its own for every layer would compile each anew."""
 
     attender: Attender | None = None
+    layers: Iterator[int] = iter(())
 
 
 _current = _Current()
@@ -85,23 +88,21 @@ class _Layer:
 @torch.library.custom_op(
     "lazy_rag::attend",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, SymInt layer, float scaling, SymInt? window, float? softcap, "
-    "Tensor? sinks) -> Tensor",
+    schema="(Tensor query, Tensor key, Tensor value, float scaling, SymInt? window, float? softcap, Tensor? sinks) -> "
+    "Tensor",
 )
-def _compiled_attend(  # type: ignore[no-untyped-def]
-    query, key, value, layer, scaling, window, softcap, sinks
-):
+def _compiled_attend(query, key, value, scaling, window, softcap, sinks):  # type: ignore[no-untyped-def]
     """`_seam` inside a compiled forward pass. K and V go to the pool, which the compiler never sees."""
     attender = _current.attender
     if attender is None:
         raise UnsupportedModelError(_NOT_ALONE)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     extras = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
-    return attender.attend(_Layer(layer), q, k, v, scaling, extras).unsqueeze(0)
+    return attender.attend(_Layer(next(_current.layers)), q, k, v, scaling, extras).unsqueeze(0)
 
 
 @_compiled_attend.register_fake
-def _(query, key, value, layer, scaling, window, softcap, sinks):  # type: ignore[no-untyped-def]
+def _(query, key, value, scaling, window, softcap, sinks):  # type: ignore[no-untyped-def]
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -153,6 +154,20 @@ class Probe:
         return torch.einsum("htl,lhd->thd", weights, v.repeat_interleave(group, 1).float()).to(q.dtype)
 
 
+def _layers_around(model: nn.Module, attention: Collection[nn.Module]) -> list[nn.Module]:
+    """The members of a model's list of layers, one around each attention module; the whole body if it has no such list.
+
+    The list is a ModuleList in every family of transformers.
+    """
+    wanted = set(attention)
+    for found in model.modules():
+        if isinstance(found, nn.ModuleList) and len(found) == len(wanted):
+            around = [wanted.intersection(layer.modules()) for layer in found]
+            if all(len(inside) == 1 for inside in around) and set().union(*around) == wanted:
+                return list(found)
+    return [model.base_model]  # type: ignore[list-item]
+
+
 class LanguageModel:
     """A causal LM behind the seam, examined on this very instance.
 
@@ -174,6 +189,9 @@ class LanguageModel:
         self.device = model.device
         self.max_positions = int(model.config.max_position_embeddings)
         self.compiled = False
+        self._order: tuple[int, ...] = ()
+        self._layers: list[nn.Module] = []
+        self._separate: Callable[[], None] = lambda: None
         self._previous = model.config._attn_implementation
         AttentionInterface.register(SEAM, _seam)  # type: ignore[arg-type]
         model.set_attn_implementation(SEAM)
@@ -196,7 +214,7 @@ class LanguageModel:
         arguments = {} if self.compiled else {"plan": plan}
         if self.compiled:
             token_ids, positions = token_ids.clone(), positions.clone()
-        _current.attender = plan
+        _current.attender, _current.layers = plan, iter(self._order)
         try:
             with torch.inference_mode():
                 output = self.model(
@@ -212,20 +230,26 @@ class LanguageModel:
         return output.logits[0].to(torch.float32)
 
     def compile(self, backend: str = "inductor") -> None:
-        """Let torch.compile fuse the small operations of the body, at its first steps. The head stays as it is."""
-        self.model.base_model.compile(dynamic=True, backend=backend)
+        """Let torch.compile fuse the small operations of a layer, at the first steps; one graph serves all layers that
+        are alike. Compiled as a whole, a body of 32 layers took minutes."""
+        for layer in self._layers:
+            layer.compile(dynamic=True, backend=backend)
         self.compiled = True
 
     def release(self) -> None:
         """Give the model back with the attention implementation it came with."""
         self.model.set_attn_implementation(self._previous)
+        self._separate()
         if self.compiled:
-            self.model.base_model._compiled_call_impl = None
+            for layer in self._layers:
+                layer._compiled_call_impl = None
             self.compiled = False
 
     def _examine(self) -> None:
-        """Learn what each layer stores, and require k(p + delta) = R(delta) k(p) and equal values on every layer."""
-        here = self._probe(0)
+        """Learn what each layer stores, join its projections, and require k(p + delta) = R(delta) k(p) and equal values
+        on every layer: keys of separate projections against those of joined ones."""
+        with seen_inputs(self.model) as calls:
+            here = self._probe(0)
         kind, count = self.config.model_type, self.config.num_hidden_layers
         if sorted(here.modules) != list(range(count)):
             raise UnsupportedModelError(f"{kind}: attention was reached in layers {sorted(here.modules)} of {count}")
@@ -233,6 +257,9 @@ class LanguageModel:
             KVShape(here.keys[i].shape[1], here.keys[i].shape[2], here.values[i].shape[2]) for i in range(count)
         )
         self.query_heads = tuple(here.query_heads[i] for i in range(count))
+        self._order = tuple(here.modules)
+        self._layers = _layers_around(self.model, here.modules.values())
+        self._separate = join(siblings(self.model, calls))
         self.rope = rope_table(self.config, self.model.base_model, [here.modules[i] for i in range(count)])
         limit = _INVARIANCE_FLOAT if self.dtype in (torch.float32, torch.float64) else _INVARIANCE_HALF
         for delta in sorted({min(37, self.max_positions - 8), self.max_positions - 8}):

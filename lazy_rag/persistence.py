@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,29 @@ from lazy_rag.building import Parts, Settings
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
+from lazy_rag.locks import lock_folder
 from lazy_rag.progress import progress_bar
+from lazy_rag.records import KVRecords
 from lazy_rag.retriever import Retriever
-from lazy_rag.store import KVRecords, Manifest, lock_folder, open_folder, read_manifest, write_manifest
+from lazy_rag.store import (
+    Manifest,
+    open_folder,
+    read_manifest,
+    require_same_space,
+    write_manifest,
+)
 
 
 class OpenStore:
-    """A store folder held by one runtime: created where absent, locked until `close`. A context manager."""
+    """A store folder held by a runtime: created where absent, shared with others until `close`. A context manager.
 
-    def __init__(self, folder: str | Path) -> None:
+    Args:
+        alone: to replace its content; nobody else may have it open.
+    """
+
+    def __init__(self, folder: str | Path, *, alone: bool = False) -> None:
         self.folder = open_folder(_as_path(folder))
-        self._lock = lock_folder(self.folder)
+        self._lock = lock_folder(self.folder, alone=alone)
         try:
             self.manifest = read_manifest(self.folder)
         except BaseException:
@@ -28,12 +41,8 @@ class OpenStore:
             raise
 
     def require(self, key_space: str) -> None:
-        """Raises StoreError when it was made under other conditions, so that none of its ids could ever match."""
-        if self.manifest is not None and self.manifest.key_space != key_space:
-            raise StoreError(
-                f"the store {str(self.folder)!r} was made with another model, tokenizer, dtype, page size or prefix "
-                f"(model {self.manifest.model!r}, options {self.manifest.options}): open it with those, or use another"
-            )
+        """Raises StoreError when it was made under other conditions."""
+        require_same_space(self.folder, self.manifest, key_space)
 
     def write_manifest(self, manifest: Manifest) -> None:
         write_manifest(self.folder, manifest)
@@ -75,6 +84,7 @@ def make_manifest(
     return Manifest(
         key_space=parts.keys.id,
         model=None if "model" in needed else texts["model"],
+        prefix_id=None if parts.prefix is None else parts.prefix.id,
         options={
             **{name: text for name, text in texts.items() if name != "model" and name not in needed},
             "prefix": settings.prefix,
@@ -108,28 +118,40 @@ def load_arguments(directory: str | Path, model: Any, options: dict[str, Any]) -
 def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: Retriever, *, progress: bool) -> None:
     """Write catalog, index and the KV of every resident chunk a document holds; drop records of chunks no longer held.
 
-    Each record is written between two steps of the engine, so that no deletion can come between reading and writing.
+    The engine only copies pages; what is deleted while they are written gets no name (`KVRecords.keep`), or, in a copy
+    of the store, is dropped at the end.
     """
-    engine, records = parts.engine, KVRecords(target.folder, parts.layout, parts.keys.id)
+    engine, own = parts.engine, parts.records
+    if own is not None and own.folder != target.folder:
+        own = None
+    records = own or KVRecords(target.folder, parts.layout, parts.keys.id)
     retriever.save(target.folder)
-    resident = engine.call(lambda: [entry.chunk for entry in engine.cache]).result()
+    resident = engine.call(engine.residency.in_memory).result()
+    engine.residency.tiers.flush()
     held = _held(parts, retriever)
     kept = [c for c in resident if c.id in held]
     with progress_bar(len(kept), "save", "chunk", disable=not progress) as bar:
         for chunk in kept:
-            engine.call(lambda chunk=chunk: engine.residency.write_record(chunk, records)).result()  # type: ignore[misc]
+            if not records.path(chunk.id).is_file():
+                copy = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
+                if copy is not None:
+                    records.save(chunk, *copy)
             bar.update()
     # evicted chunks of this runtime's own store belong to a copy too
-    if parts.records is not None and parts.records.folder != target.folder:
+    if parts.records is not None and own is None:
         for chunk in _chunks(parts, retriever, held):
-            pages = parts.records.load(chunk)
-            if pages is not None:
-                records.save(chunk, pages)
-    still_held = _held(parts, retriever)
-    for chunk_id in records.ids():
-        if chunk_id not in still_held:
-            records.delete(chunk_id)
+            record = parts.records.load(chunk)
+            if record is not None:
+                records.save(chunk, record.pages, record.age)
+    written = records.ids()  # before asking what is held: another process may add a chunk and its record in between
+    records.delete(set(written) - _held(parts, retriever))
     target.write_manifest(manifest)
+
+
+def keeper(parts: Parts, retriever: Retriever) -> Callable[[ChunkId], bool]:
+    """For `KVRecords.keep`: is a chunk the encode prefix, or held by a document right now?"""
+    prefix = None if parts.prefix is None else parts.prefix.id
+    return lambda chunk_id: chunk_id == prefix or bool(retriever.records([chunk_id]))
 
 
 def _held(parts: Parts, retriever: Retriever) -> set[ChunkId]:
@@ -159,5 +181,5 @@ def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str
         elif records.path(chunk_id).exists() and chunk_id not in _held(parts, retriever):
             problems.append(f"a record is there for chunk {chunk_id}, which no document holds")
             if repair:
-                records.delete(chunk_id)
+                records.delete([chunk_id])
     return problems

@@ -50,6 +50,11 @@ class Sequence:
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
 
+    def grow(self, pages: tuple[int, ...]) -> None:
+        """Add pages for further tokens."""
+        self.pages += pages
+        self.page_ids = np.append(self.page_ids, np.asarray(pages, dtype=np.int32))
+
 
 @dataclass
 class Part:

@@ -125,6 +125,11 @@ class PagePool:
             self._is_free[page] = 1
             heapq.heappush(self._free, page)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page with the positions of its token slots."""
+        self.data[target].copy_(self.data[source])
+        self.positions[target].copy_(self.positions[source])
+
     def clear(self, page: int) -> None:
         """Zero a page."""
         self.data[page].zero_()
@@ -135,14 +140,21 @@ class PagePool:
 
     def write(self, pages: Sequence[int], data: Tensor, positions: range) -> None:
         """Fill pages from `read`'s form; their token slots get `positions` (the last page may be partly used)."""
-        index = self._index(pages)
-        self.data.index_copy_(0, index, data.to(self.data.device))
+        self.data.index_copy_(0, self._index(pages), data.to(self.data.device))
+        self.place(pages, positions)
+
+    def place(self, pages: Sequence[int], positions: range) -> None:
+        """Say which positions the token slots of some pages have, in order; the last page may be partly used."""
         slots = torch.zeros(len(pages) * self.page_size, dtype=torch.int32)
         slots[: len(positions)] = torch.arange(positions.start, positions.stop, dtype=torch.int32)
-        self.positions.index_copy_(0, index, slots.view(len(pages), -1).to(self.positions.device))
+        self.positions.index_copy_(0, self._index(pages), slots.view(len(pages), -1).to(self.positions.device))
 
     def _index(self, pages: Sequence[int]) -> Tensor:
         return torch.tensor(pages, dtype=torch.int64, device=self.data.device)
+
+    def close(self) -> None:
+        """Give the memory back, also while somebody still holds this object. Nothing can be stored or read after it."""
+        self.data, self.positions, self.layers = self.data.new_empty(0), self.positions.new_empty(0), ()
 
     def check(self, held: Iterable[int]) -> list[str]:
         """Problems when `held` should be exactly the pages that are not free."""

@@ -4,6 +4,7 @@ page is taken.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionErro
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
 from lazy_rag.prompt import Message
+from lazy_rag.remembering import Remembered
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.sampling import SamplingParams
 from lazy_rag.tools import ToolUse
@@ -36,6 +38,8 @@ class RequestOptions(TypedDict, total=False):
     sampling:  how to choose tokens
     repair:    "none", "head" or "exact"
     namespace: whose chunks may be used
+    priority:  whole number, higher goes first; with equal ones the order of arrival decides (default 0)
+    deadline:  seconds from submission after which the request fails with DeadlineExceededError, its pages freed
     """
 
     system: str | None
@@ -43,6 +47,8 @@ class RequestOptions(TypedDict, total=False):
     sampling: SamplingParams | None
     repair: str | None
     namespace: str | None
+    priority: int | None
+    deadline: float | None
 
 
 class ChatOptions(RequestOptions, total=False):
@@ -74,6 +80,9 @@ class Prepared:
     sampling: SamplingParams
     sources: tuple[Source, ...]
     retrieve: float  # seconds spent finding the chunks
+    priority: int = 0
+    deadline: float | None = None
+    searched_by: str = ""
     tools: ToolUse | None = None
 
 
@@ -83,12 +92,21 @@ def known_namespace(namespace: str) -> str:
     return namespace
 
 
+def known_chunk(known: Remembered, chunk_id: str, namespace: str) -> ChunkRecord:
+    """A stored or remembered chunk. Raises UnknownChunkError, also for one of another namespace."""
+    record = known.chunk(chunk_id)
+    if record.namespace != namespace:
+        raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
+    return record
+
+
 class Preparer:
-    """Checks requests of one runtime and lays out their prompts. Thread-safe: it holds no state of its own."""
+    """Checks requests of one runtime and lays out their prompts. Thread-safe."""
 
     def __init__(self, parts: Parts, retriever: Retriever, *, namespace: str, repair: str) -> None:
         self._parts = parts
         self._retriever = retriever
+        self.remembered = Remembered(parts.chunker, retriever)
         self._namespace = namespace
         self._repair = known_repair(repair)
 
@@ -115,8 +133,11 @@ class Preparer:
         found = time.perf_counter() - started
         space = self.space(options.get("namespace"))
         placed = [Placed(self._chunk(ChunkRecord(h.chunk_id, space, h.text, h.token_ids))) for h in hits]
+        self._parts.engine.promote([piece.chunk for piece in placed])  # loads while the prompt is laid out
         sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata) for h in hits]
-        return replace(self._lay_out(question, placed, sources, rest), retrieve=found)
+        return replace(
+            self._lay_out(question, placed, sources, rest), retrieve=found, searched_by=self._retriever.searched_by
+        )
 
     def chat(self, messages: ChatMessages, chunk_ids: Sequence[Piece], options: ChatOptions) -> Prepared:
         rest: RequestOptions = {k: v for k, v in options.items() if k in RequestOptions.__annotations__}  # type: ignore[assignment]
@@ -163,6 +184,7 @@ class Preparer:
                     )
                 options = {**options, "sampling": replace(sampling, grammar=grammar)}
         layout = self._parts.conversations.layout(turns, contents, tools=tools, max_tokens=sampling.max_tokens)
+        layout = replace(layout, namespace=space)
         repair = options.get("repair")
         prepared = self._finish(layout, options, self._repair if repair is None else repair, [])
         used = {segment.chunk_id for segment in layout.segments}
@@ -185,7 +207,7 @@ class Preparer:
     def _anchors(self, text: str, *, namespace: str, sources: list[Source]) -> list[tuple[int, int, Chunk, int]]:
         """(start, stop, chunk, tokens of its text) of every chunk that stands in a text."""
         anchors = self._retriever.anchors.find(text, namespace)
-        records = self._retriever.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
+        records = self.remembered.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
         found = []
         for start, stop, chunk_id in ((a.start, a.stop, a.chunk_id) for a in anchors):
             record = records.get(chunk_id)
@@ -217,6 +239,7 @@ class Preparer:
             max_tokens=self._sampling(options).max_tokens,
         )
         repair = options.get("repair")
+        layout = replace(layout, namespace=self.space(options.get("namespace")))
         return self._finish(layout, options, self._repair if repair is None else repair, sources)
 
     def _finish(self, layout: PromptLayout, options: RequestOptions, repair: str, sources: list[Source]) -> Prepared:
@@ -231,7 +254,7 @@ class Preparer:
         self._parts.grammars.require(sampling)
         # dropped pieces are the last ones, so what is left of the sources are the first
         kept = sources[: len(sources) - len(layout.dropped)]
-        return Prepared(layout, sampling, tuple(kept), 0.0)
+        return Prepared(layout, sampling, tuple(kept), 0.0, *_urgency(options))
 
     def _sampling(self, options: RequestOptions) -> SamplingParams:
         sampling = options.get("sampling")
@@ -248,9 +271,7 @@ class Preparer:
             if isinstance(part, Live):
                 pieces.append(part)
                 continue
-            record = self._retriever.chunk(part.chunk_id)
-            if record.namespace != namespace:
-                raise UnknownChunkError(f"no chunk {part.chunk_id!r} in namespace {namespace!r}")
+            record = known_chunk(self.remembered, part.chunk_id, namespace)
             placed = Placed(self._chunk(record), part.start, part.length)
             if placed.start >= len(placed.chunk) or placed.start + placed.tokens > len(placed.chunk):
                 raise ConfigError(f"{part} reaches beyond the chunk's {len(placed.chunk)} tokens")
@@ -289,6 +310,17 @@ class Preparer:
             if not all(0 <= token < vocabulary for token in tokens):
                 raise ConfigError(f"the layout holds token ids outside the vocabulary of {vocabulary}")
         return layout
+
+
+def _urgency(options: RequestOptions) -> tuple[int, float | None]:
+    """Priority and deadline of a call, checked."""
+    priority, deadline = options.get("priority"), options.get("deadline")
+    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
+        raise ConfigError(f"priority={priority!r} must be a whole number; higher goes first")
+    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if deadline is not None and not (number and 0 < deadline < math.inf):
+        raise ConfigError(f"deadline={deadline!r} must be a positive number of seconds")
+    return priority or 0, deadline
 
 
 def _with_system(turns: list[Message], system: str) -> list[Message]:

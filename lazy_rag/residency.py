@@ -1,47 +1,39 @@
-"""Bringing chunks into memory: from their records on disk, or by encoding them once for everyone who waits.
+"""Bringing chunks into memory: from a lower tier, or by encoding them, once for everyone who waits.
 
 Runs on the engine thread. The engine asks `find` what is there, `fill`s what is not, runs the rows of `encodings` in
-its steps, and reports each finished one to `publish`.
+its steps, and reports each finished one to `publish`. Chunks on their way from a lower tier are among `encodings` too,
+with no rows to run; what became of them is posted to `_fetched`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NoReturn
 
 from torch import Tensor
 
-from lazy_rag.cache import CachedChunk, ChunkCache, require_same
+from lazy_rag.cache import REMEMBERED, CachedChunk, ChunkCache, require_same
 from lazy_rag.errors import CacheFullError, LazyRAGError
 from lazy_rag.futures import as_lazy_error, set_exception, set_result
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.plan import PlacedSegment, Sequence
 from lazy_rag.requests import Counters, EncodeJob, Encoding, Request
+from lazy_rag.tiers import Tiers
 
 _log = logging.getLogger(__name__)
-
-
-class Records(Protocol):
-    """Where the KV of chunks is kept outside the pool."""
-
-    def load(self, chunk: Chunk) -> Tensor | None:
-        """Whole pages [pages, elements] of a chunk, verified, or None."""
-        ...
-
-    def save(self, chunk: Chunk, pages: Tensor) -> None: ...
-
-    def delete(self, chunk_id: ChunkId) -> None: ...
 
 
 class Residency:
     """Chunks on their way into the cache.
 
     Args:
+        tiers: what lies below the cache's pool.
         prefix: the encode prefix, or None; `keep_prefix` must have run before other chunks are filled.
         encode_tokens: chunk tokens that jobs keep queued for encoding at most.
     """
@@ -49,7 +41,7 @@ class Residency:
     def __init__(
         self,
         cache: ChunkCache,
-        records: Records | None,
+        tiers: Tiers,
         *,
         prefix: Chunk | None,
         encode_tokens: int,
@@ -57,10 +49,11 @@ class Residency:
     ) -> None:
         self.encodings: dict[ChunkId, Encoding] = {}
         self.jobs: deque[EncodeJob] = deque()
-        self._deleted: set[ChunkId] = set()
+        self._deleted: dict[ChunkId, None] = {}  # the latest
         self._cache = cache
         self._pool = cache.pool
-        self._records = records
+        self.tiers = tiers
+        self.fail_encoding: Callable[[Encoding, BaseException], None] = _raise  # set by the engine
         self._prefix = prefix
         self._prefix_entry: CachedChunk | None = None
         self._encode_tokens = encode_tokens
@@ -76,43 +69,71 @@ class Residency:
         return encoding.entry
 
     def tier(self, entry: CachedChunk) -> str:
-        return self.pool_tier if entry.published else "encoded"
+        return self.pool_tier if entry.published else self.encodings[entry.chunk.id].source
+
+    @property
+    def only_waits(self) -> bool:
+        """Are chunks on their way here, and none to be computed?"""
+        return bool(self.encodings) and not any(e.sequence.remaining for e in self.encodings.values())
 
     def fill(self, entry: CachedChunk) -> str:
-        """Fill a begun entry from its record, or start encoding it. Returns the tier. On an error it is abandoned."""
+        """Start to load or encode a begun entry; returns from where it comes. On an error it is abandoned."""
         chunk = entry.chunk
         try:
             # what an earlier owner left behind the chunk's end must not leave with its record
             self._pool.clear(entry.pages[-1])
-            data = None if self._records is None or chunk.id in self._deleted else self._records.load(chunk)
-            if data is not None:
-                self._pool.write(entry.pages, data, range(chunk.base, chunk.base + len(chunk)))
-                self._cache.publish(entry)
-                return "disk"
-            segments: tuple[PlacedSegment, ...] = ()
-            if chunk.base:
-                assert self._prefix_entry is not None
-                segments = (PlacedSegment(self._prefix_entry.page_ids, chunk.base, 0, 0),)
+            source = None if chunk.id in self._deleted else self.tiers.source(chunk)
+            if source is None:
+                encoding = Encoding(entry, self._sequence(entry))
+            else:
+                encoding = Encoding(entry, Sequence([], [], (), entry.pages), source)
+                self._pool.place(entry.pages, range(chunk.base, chunk.base + len(chunk)))
+                self.tiers.fetch(source, chunk, entry.pages, lambda age, s: self._fetched(encoding, age, s))
         except BaseException:
             self._cache.abandon(entry)
             raise
+        self.encodings[chunk.id] = encoding
+        return encoding.source
+
+    def _sequence(self, entry: CachedChunk) -> Sequence:
+        chunk = entry.chunk
+        segments: tuple[PlacedSegment, ...] = ()
+        if chunk.base:
+            assert self._prefix_entry is not None
+            segments = (PlacedSegment(self._prefix_entry.page_ids, chunk.base, 0, 0),)
         positions = list(range(chunk.base, chunk.base + len(chunk)))
-        sequence = Sequence(list(chunk.token_ids), positions, segments, entry.pages)
-        self.encodings[chunk.id] = Encoding(entry, sequence)
-        return "encoded"
+        return Sequence(list(chunk.token_ids), positions, segments, entry.pages)
+
+    def _fetched(self, encoding: Encoding, age: float | None, seconds: float) -> None:
+        """What became of a load. One that failed turns into an encoding, and the receipts of those who wait say so."""
+        chunk = encoding.entry.chunk
+        if self.encodings.get(chunk.id) is not encoding:
+            return  # the engine has given everything up
+        if age is None:
+            encoding.sequence = self._sequence(encoding.entry)
+            for request in encoding.waiters:
+                request.uses = self._counters.missed(request.uses, chunk.id, encoding.source)
+            encoding.source = "encoded"
+            return
+        self._cache.rates.loaded(encoding.source, len(chunk), seconds)
+        try:
+            self._arrive(encoding, age)
+        except Exception as error:  # noqa: BLE001  a user's own policy, say
+            self.fail_encoding(encoding, error)
 
     def publish(self, encoding: Encoding) -> None:
-        """A completely written chunk becomes visible, and those who wait for it go on.
+        """A completely computed chunk becomes visible, and those who wait for it go on."""
+        self._arrive(encoding, 0.0)
+        self._counters.tokens_encoded += len(encoding.entry.chunk)
 
-        A chunk that was deleted meanwhile serves those who wait, and goes with their leases.
-        """
+    def _arrive(self, encoding: Encoding, age: float) -> None:
+        """A chunk that was deleted meanwhile serves those who wait, and goes with their leases."""
         chunk = encoding.entry.chunk
         if chunk.id in self._deleted:
             self._cache.abandon(encoding.entry)
         else:
-            self._cache.publish(encoding.entry)
+            self._cache.publish(encoding.entry, age)
         del self.encodings[chunk.id]
-        self._counters.tokens_encoded += len(chunk)
         now = time.perf_counter()
         for request in encoding.waiters:
             request.pending.discard(chunk.id)
@@ -121,6 +142,20 @@ class Residency:
         for job in encoding.jobs:
             job.in_flight -= 1
             self._arrived(job, encoding.entry)
+
+    def promote(self, chunks: list[Chunk]) -> None:
+        """Start to load those of some chunks that a lower tier has, while their request is still being prepared."""
+        here = [self._cache.lease(entry) for entry in map(self.find, chunks) if entry is not None]
+        try:
+            for chunk in chunks:
+                if self.find(chunk) is None and chunk.id not in self._deleted and self.tiers.source(chunk) is not None:
+                    pages = self._cache.allocate(self._pool.pages_for(len(chunk)), [chunk])
+                    if pages is None:
+                        return
+                    self.fill(self._cache.begin(chunk, pages))
+        finally:
+            for entry in here:  # they were leased so that the others do not push them out
+                self._cache.release(entry)
 
     def fail(self, encoding: Encoding, failure: LazyRAGError) -> list[Request]:
         """Nothing half-written becomes visible. Returns the requests that waited for the chunk."""
@@ -137,22 +172,37 @@ class Residency:
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Drop chunks from memory and disk. Until `welcome`, none of them is published or written again, whatever
-        request or layout still names it."""
-        for chunk_id in chunk_ids:
-            self._deleted.add(chunk_id)
-            if self._records is not None:
-                self._records.delete(chunk_id)
+        request or layout still names it. Kept live text goes too: it may have read them."""
+        gone = list(chunk_ids)
+        if not self._deleted.keys() >= set(gone):
+            self._cache.live.forget()
+        for chunk_id in gone:
+            self._deleted[chunk_id] = None
             self._cache.discard(chunk_id)
+        while len(self._deleted) > REMEMBERED:
+            del self._deleted[next(iter(self._deleted))]
+        self.tiers.delete(gone)
+
+    def deleted(self, chunk_ids: Iterable[ChunkId]) -> bool:
+        """Whether any of them was deleted."""
+        return not self._deleted.keys().isdisjoint(chunk_ids)
 
     def welcome(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Chunks that were added (again) may be kept."""
-        self._deleted.difference_update(chunk_ids)
+        for chunk_id in chunk_ids:
+            self._deleted.pop(chunk_id, None)
 
-    def write_record(self, chunk: Chunk, records: Records) -> None:
-        """Keep a chunk's pages outside the pool, if it is resident. Here, so that no deletion can come in between."""
+    def in_memory(self) -> list[Chunk]:
+        """Chunks whose KV is in the pool, or in the host arena."""
+        spans = () if self.tiers.arena is None else self.tiers.arena
+        return list({x.chunk.id: x.chunk for x in (*self._cache, *spans)}.values())
+
+    def read(self, chunk: Chunk) -> tuple[Tensor, float] | None:
+        """A copy of a chunk's pages in memory [pages, elements] and its age in seconds, if it is there."""
         entry = self._cache.lookup(chunk)
         if entry is not None:
-            records.save(chunk, self._pool.read(entry.pages))
+            return self._pool.read(entry.pages), self._cache.clock() - entry.born
+        return self.tiers.read(chunk)
 
     # the encode prefix
 
@@ -168,7 +218,7 @@ class Residency:
         entry = self._cache.lookup(self._prefix)
         if entry is None:
             raise CacheFullError("the page budget does not hold the encode prefix: raise cache_bytes")
-        entry.pinned = True
+        entry.pinned_until = math.inf
         self._prefix_entry = entry
 
     # jobs
@@ -203,7 +253,7 @@ class Residency:
             entry = self.find(chunk)
             if entry is None:
                 count = self._pool.pages_for(len(chunk))
-                pages = self._cache.allocate(count) if job.evict else self._pool.allocate(count)
+                pages = self._cache.allocate(count, [chunk], evict=job.evict)
                 if pages is None:
                     return True
                 entry = self._cache.begin(chunk, pages)
@@ -233,7 +283,7 @@ class Residency:
         try:
             if job.pin and not job.future.done():
                 # before the leases go: in between, another request could push a chunk out
-                self._cache.pin(job.chunk_ids)
+                self._cache.pin(job.chunk_ids, job.ttl)
         except LazyRAGError as error:
             set_exception(job.future, error)
         self.stop(job)
@@ -245,3 +295,7 @@ class Residency:
         for entry in job.leases:
             self._cache.release(entry)
         job.leases.clear()
+
+
+def _raise(_: Encoding, error: BaseException) -> NoReturn:
+    raise error

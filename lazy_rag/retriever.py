@@ -14,7 +14,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +37,18 @@ from lazy_rag.catalog import (
 )
 from lazy_rag.embedder import Embedder, Vectors, normalise_rows
 from lazy_rag.errors import EmptyCorpusError, RetrieverError, RuntimeClosedError, StoreError, UnknownChunkError
+from lazy_rag.locks import moment
 from lazy_rag.owner import OwnerThread
 
 __all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
 
 CATALOG_FILE = "catalog.sqlite"
 INDEX_FILE = "index.faiss"
+
+if TYPE_CHECKING:  # torch takes a second to import, and FAISS alone does without
+    import torch
+
+    from lazy_rag.device_search import DeviceVectors
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -60,6 +66,30 @@ class VectorIndex:
         self._faiss: Any = faiss
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dimension))
         self._sorted: _Ids | None = None
+        self._copy: DeviceVectors | None = None
+
+    @property
+    def searched_by(self) -> str:
+        """What `search` uses."""
+        return "faiss on the CPU" if self._copy is None else f"matrix product on {self._copy.device}"
+
+    def search_on(self, device: torch.device) -> None:
+        """Search on this device from now on, with a copy of the vectors there; where it has no room, as before."""
+        from lazy_rag.device_search import DeviceVectors
+
+        self._copy = DeviceVectors(self._index.d, device)
+        rows = self.rows()
+        if rows:
+            self._to_copy(np.array(list(rows), dtype=np.int64), np.stack(list(rows.values())))
+
+    def _to_copy(self, ids: _Ids, vectors: Vectors) -> None:
+        if self._copy is None:
+            return
+        try:
+            self._copy.add(ids, vectors)
+        except MemoryError as error:
+            _LOG.warning("no room for the vectors on %s, FAISS searches on the CPU: %s", self._copy.device, error)
+            self._copy = None
 
     @property
     def ids(self) -> _Ids:
@@ -73,12 +103,15 @@ class VectorIndex:
         if len(ids):
             self._index.add_with_ids(np.ascontiguousarray(vectors), ids)
             self._sorted = None
+            self._to_copy(ids, vectors)
 
     def remove(self, ids: Sequence[int]) -> None:
         """Remove vectors; ids that are not there are passed over."""
         if len(ids) and self._index.ntotal:
             self._index.remove_ids(np.array(ids, dtype=np.int64))
             self._sorted = None
+            if self._copy is not None:
+                self._copy.remove(np.array(ids, dtype=np.int64))
 
     def rows(self) -> dict[int, Vectors]:
         """Vector by id (for checks)."""
@@ -89,21 +122,32 @@ class VectorIndex:
     def search(self, query: Vectors, k: int, members: _Ids) -> tuple[_Ids, Vectors]:
         """The best `k` of `members` (ascending ids) for a unit vector `[d]`, and at least all that tie with the last of
         them, so that the caller can break ties; ids and scores, best first."""
-        parameters, limit = None, min(len(members), self._index.ntotal)
+        rank = self._ranking(query, members) if self._copy is None else self._copy.ranking(query, members)
+        limit = min(len(members), self._index.ntotal)
+        want = min(k + 1, limit)
+        while want:
+            ids, scores = rank(want)
+            if want >= limit or len(ids) < want or scores[k - 1] > scores[want - 1]:
+                return ids, scores
+            want = min(2 * want, limit)
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+
+    def _ranking(self, query: Vectors, members: _Ids) -> Callable[[int], tuple[_Ids, Vectors]]:
+        """`DeviceVectors.ranking` by FAISS."""
+        parameters = None
         if not np.array_equal(members, self.ids):
             # Chosen before ranking: k hits are found whenever k members exist. The bitmap is one bit per id ever given.
             mask = np.zeros(int(members[-1]) + 1 if len(members) else 1, dtype=bool)
             mask[members] = True
             bitmap = np.packbits(mask, bitorder="little")
             parameters = self._faiss.SearchParameters(sel=self._faiss.IDSelectorBitmap(bitmap))
-        want = min(k + 1, limit)
-        while want:
+
+        def best(want: int) -> tuple[_Ids, Vectors]:
             scores, ids = self._index.search(query[None, :], want, params=parameters)
             found = int((ids[0] >= 0).sum())
-            if want >= limit or found < want or scores[0, k - 1] > scores[0, want - 1]:
-                return ids[0, :found], scores[0, :found]
-            want = min(2 * want, limit)
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+            return ids[0, :found], scores[0, :found]
+
+        return best
 
     def write(self, path: Path) -> str:
         """Write atomically and durably; returns the file's digest."""
@@ -135,14 +179,22 @@ class VectorIndex:
 class Retriever:
     """Documents, their chunks, and search over them. Thread-safe and synchronous; a context manager."""
 
-    def __init__(self, embedder: Embedder | None, directory: Path | None = None, key_space: str = "") -> None:
+    def __init__(
+        self,
+        embedder: Embedder | None,
+        directory: Path | None = None,
+        key_space: str = "",
+        device: torch.device | None = None,
+    ) -> None:
         """`directory`: a folder that is opened, or created with mode 0700; None keeps everything in memory. With
         `embedder=None` everything but searching for a text works; chunks are embedded when the folder is next opened
         with an embedder. `key_space`: what the chunk ids were made from; a folder of another one is refused.
+        `device`: search on this GPU; None and the CPU: by FAISS.
 
         Raises StoreError for a folder that cannot be used, RetrieverError when it was built with another embedder."""
         self._embedder = embedder
         self._key_space = key_space
+        self._device = None if device is None or device.type == "cpu" else device
         self._directory = None if directory is None else Path(directory)
         self._index: VectorIndex | None = None
         self._index_state = ""
@@ -246,6 +298,12 @@ class Retriever:
             vector = self._checked_vectors(query, 1)[0]
         return self._call(lambda: self._search(vector, int(k), namespace, where))
 
+    @property
+    def searched_by(self) -> str:
+        """What searches: FAISS on the CPU, or a matrix product on a GPU."""
+        index = self._index
+        return "" if index is None else index.searched_by
+
     def find(
         self,
         *,
@@ -290,6 +348,10 @@ class Retriever:
         """Document ids of a namespace, oldest first."""
         check_namespace(namespace)
         return self._call(lambda: self._catalog.documents(namespace))
+
+    def has_chunks(self, namespace: str) -> bool:
+        """Whether a namespace holds any chunk."""
+        return self._call(lambda: self._catalog.has_chunks(namespace))
 
     def __len__(self) -> int:
         """Number of rows: occurrences of chunks in documents, over all namespaces."""
@@ -414,6 +476,8 @@ class Retriever:
         if state != self._index_state:
             self._members.clear()
             self._index = self._read_index(state) or self._built_index()
+            if self._device is not None and self._index is not None:
+                self._index.search_on(self._device)
             self._index_state = state
 
     def _read_index(self, state: str) -> VectorIndex | None:
@@ -519,8 +583,10 @@ class Retriever:
         self._sync()
         if self._directory is None or self._index is None:
             return
-        if force or self._catalog.index_record()[0] != self._index_state:
-            self._catalog.record_index(self._index_state, self._index.write(self._directory / INDEX_FILE))
+        # alone: another process must not put its file under this one's digest
+        with moment(self._directory / "index.lock", alone=True):
+            if force or self._catalog.index_record()[0] != self._index_state:
+                self._catalog.record_index(self._index_state, self._index.write(self._directory / INDEX_FILE))
 
     def _check(self, repair: bool) -> list[str]:
         self._sync()

@@ -13,7 +13,7 @@ import queue
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,17 +29,26 @@ from transformers import PreTrainedModel
 from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
 from lazy_rag.arguments import checked_keywords
-from lazy_rag.building import Settings, build
+from lazy_rag.building import Settings, build, known_ttl
 from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
 from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, UnknownChunkError
+from lazy_rag.explain import explain_layout
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, known_repair
 from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
-from lazy_rag.persistence import OpenStore, check_store, load_arguments, make_manifest, same_folder, write_store
+from lazy_rag.persistence import (
+    OpenStore,
+    check_store,
+    keeper,
+    load_arguments,
+    make_manifest,
+    same_folder,
+    write_store,
+)
 from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.preparing import (
     ChatMessages,
@@ -49,12 +58,14 @@ from lazy_rag.preparing import (
     Preparer,
     QueryOptions,
     RequestOptions,
+    known_chunk,
     known_namespace,
 )
 from lazy_rag.progress import loading_bars, progress_bar
-from lazy_rag.requests import Completion
+from lazy_rag.requests import Completion, Ticket
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.stats import Occupancy, Stats
+from lazy_rag.store import read_warm, write_warm
 from lazy_rag.tools import CallFilter
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
@@ -75,11 +86,14 @@ class Runtime:
         separator: stored at the end of every chunk.
         cache_bytes: the page budget. Default: 80 % of a GPU's free memory; without one a quarter of the machine's
             memory, at most 4 GiB.
+        host_bytes: with a GPU: pinned host memory for chunks that leave the GPU. None: no such tier.
         store: folder in which index, metadata and KV live and survive.
-        policy: "lru", or an object with the `EvictionPolicy` methods.
+        policy: "lru", "lfu", "cost" (recompute seconds × uses / bytes), or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
+        quotas: most bytes of memory that chunks of a namespace take, by namespace.
+        ttl: seconds after which the KV of a chunk that is not pinned is dropped from every tier and computed again.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
-        encode_tokens: most rows of one forward pass.
+        encode_tokens: most rows of one forward pass; while requests decode, an eighth of them for all other work.
         page_size: token slots of a page.
         impl: "reference" or "triton"; default "triton" on a GPU.
         compile: fuse the model's small operations with torch.compile at the start, which takes about a minute.
@@ -108,9 +122,12 @@ class Runtime:
         prefix: str = "shared",
         separator: str = "\n\n",
         cache_bytes: int | None = None,
+        host_bytes: int | None = None,
         store: str | Path | None = None,
         policy: str | EvictionPolicy = "lru",
         namespace: str = "",
+        quotas: Mapping[str, int] | None = None,
+        ttl: float | None = None,
         max_queue: int | None = None,
         encode_tokens: int = 8192,
         page_size: int = 16,
@@ -135,10 +152,13 @@ class Runtime:
             namespace=namespace,
             max_context=max_context,
             cache_bytes=cache_bytes,
+            host_bytes=host_bytes,
             encode_tokens=encode_tokens,
             page_size=page_size,
             max_queue=max_queue,
             compile=compile,
+            quotas=quotas,
+            ttl=ttl,
         )
         known_repair(repair)
         known_namespace(namespace)
@@ -172,14 +192,19 @@ class Runtime:
             if self._store is not None:
                 self._store.require(self._parts.keys.id)
             self.embeddings = None if embedder is None else Embedder.load(embedder, str(settings.device))
-            self._retriever = Retriever(self.embeddings, folder, self._parts.keys.id)
+            self._retriever = Retriever(self.embeddings, folder, self._parts.keys.id, settings.device)
             undo.callback(self._retriever.close)
+            if self._parts.records is not None:
+                self._parts.records.keep = keeper(self._parts, self._retriever)
+                self._parts.records.sweep()
             if self._store is not None:
                 self._store.write_manifest(self._manifest)
             self._engine = self._parts.engine
             self._engine.start()
             undo.pop_all()
         self._preparer = Preparer(self._parts, self._retriever, namespace=namespace, repair=repair)
+        if folder is not None:
+            self._warm_up(folder)
         self.last_answer: Answer | None = None
         self.receipts: deque[Receipt] = deque(maxlen=RECEIPTS)  # of the latest requests, oldest first
         # a runtime nobody holds any more gives back thread, pages and model
@@ -259,6 +284,24 @@ class Runtime:
         self._index(batch, encode, space, vectors)
         return [ChunkId(record.chunk_id) for record in records]
 
+    @checked_keywords()
+    def remember(self, texts: Sequence[str], *, encode: str = "on_use", namespace: str | None = None) -> list[ChunkId]:
+        """The ids of chunks with these texts, for texts that another index holds: their KV is cached and found in
+        prompts, but they are not embedded, searched or kept in a store. At most 20 000; the least recently used go.
+        """
+        self._require_open()
+        _known_encode(encode)
+        listed = list(_listed(texts, "texts"))
+        space = self._preparer.space(namespace)
+        known, fresh = self._preparer.remembered.add(listed, space)
+        ids = [ChunkId(i) for i in known]
+        if fresh:  # some may have been deleted before
+            new = [ChunkId(i) for i in fresh]
+            self._engine.call(lambda: self._engine.residency.welcome(new)).result()
+        if encode == "now":
+            self._encode([self.chunk(i) for i in dict.fromkeys(ids)], evict=False)
+        return ids
+
     def _index(
         self,
         batch: Sequence[tuple[str, Sequence[ChunkRecord], Mapping[str, Any]]],
@@ -266,8 +309,7 @@ class Runtime:
         namespace: str,
         vectors: Any = None,
     ) -> list[ChunkId]:
-        if encode not in ("now", "on_use"):
-            raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
+        _known_encode(encode)
         records = [record for _, chunks, _ in batch for record in chunks]
         ids = [ChunkId(record.chunk_id) for record in records]
         change = self._retriever.upsert_many(batch, namespace=namespace, progress=self._progress, vectors=vectors)
@@ -277,9 +319,9 @@ class Runtime:
             self._encode([self._parts.chunker.chunk(record) for record in records], evict=False)
         return ids
 
-    def _encode(self, chunks: Sequence[Chunk], *, evict: bool, pin: bool = False) -> int:
+    def _encode(self, chunks: Sequence[Chunk], *, evict: bool, pin: bool = False, ttl: float | None = None) -> int:
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        job = self._engine.encode(chunks, evict=evict, pin=pin, on_progress=done.put)
+        job = self._engine.encode(chunks, evict=evict, pin=pin, ttl=ttl, on_progress=done.put)
         job.future.add_done_callback(lambda _: done.put(None))
         try:
             with progress_bar(len(chunks), "encode", "chunk", disable=not self._progress) as bar:
@@ -329,6 +371,11 @@ class Runtime:
         """The stored unit vectors of chunks, float32 `[n, d]`. Raises UnknownChunkError."""
         self._require_open()
         return self._retriever.vectors(list(_listed(chunk_ids, "chunk_ids")))
+
+    def has_chunks(self, *, namespace: str | None = None) -> bool:
+        """Whether anything was added to a namespace that a search could find."""
+        self._require_open()
+        return self._retriever.has_chunks(self._preparer.space(namespace))
 
     # asking
 
@@ -416,43 +463,68 @@ class Runtime:
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
         prepared = self._prepared.request(layout, (), {})
-        logits = streaming.run(self._engine, prepared.layout, prepared.sampling, wants_logits=True).logits
+        ticket = self._engine.submit(prepared.layout, replace(prepared.sampling, n=1), wants_logits=True)
+        logits = streaming.run(lambda _: ticket).logits
         assert logits is not None
         return logits
 
     # managing the cache
 
-    def explain(self, layout: PromptLayout) -> list[Explanation]:
-        """For every segment of a layout: would it be found, and where."""
+    @checked_keywords()
+    def explain(self, layout: PromptLayout, *, namespace: str | None = None) -> list[Explanation]:
+        """For every segment of a layout: would its KV be found, in which tier, and why (not).
+
+        Args:
+            namespace: whose request it would be; None: that of each chunk. Reasons look across namespaces, so they are
+                for whoever runs this process, not for its users.
+        """
         self._require_open()
         if not isinstance(layout, PromptLayout):
             raise ConfigError("explain takes a layout: rt.explain(rt.layout(question, ids))")
-        segments = layout.segments
-        resident = self._engine.call(lambda: [s.chunk_id in self._parts.engine.cache for s in segments]).result()
-        return [self._explain(s.chunk_id, s.offset, here) for s, here in zip(segments, resident, strict=True)]
+        space = None if namespace is None else known_namespace(namespace)
+        return self._engine.call(lambda: explain_layout(self._parts, layout, space)).result()
 
-    def _explain(self, chunk_id: ChunkId, offset: int, resident: bool) -> Explanation:
-        if resident:
-            return Explanation(chunk_id, offset, True, "in memory")
-        if self._parts.records is not None and self._parts.records.path(chunk_id).exists():
-            return Explanation(chunk_id, offset, True, "on disk")
-        return Explanation(chunk_id, offset, False, "not computed yet, or evicted")
-
-    def prefetch(self, ids: Iterable[str]) -> int:
+    @checked_keywords()
+    def prefetch(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
         """Bring chunks into memory, evicting others; returns how many of them are there at the end."""
-        chunks = [self.chunk(i) for i in _listed(ids, "ids")]
+        chunks = self._chunks(ids, namespace)
         self._encode(chunks, evict=True)
         return sum(self._engine.call(lambda: [c.id in self._engine.cache for c in chunks]).result())
 
-    def pin(self, ids: Iterable[str]) -> None:
-        """Bring chunks into memory and keep them there. Raises CacheFullError, and then pins none of them."""
-        chunks = {c.id: c for c in map(self.chunk, _listed(ids, "ids"))}
-        self._encode(list(chunks.values()), evict=True, pin=True)
+    @checked_keywords()
+    def pin(self, ids: Iterable[str], *, ttl: float | None = None, namespace: str | None = None) -> None:
+        """Bring chunks into memory and keep them there, for `ttl` seconds or until `unpin`. Raises CacheFullError, and
+        then pins none of them."""
+        seconds = known_ttl(ttl)
+        self._encode(self._chunks(ids, namespace), evict=True, pin=True, ttl=seconds)
 
-    def unpin(self, ids: Iterable[str]) -> None:
+    @checked_keywords()
+    def unpin(self, ids: Iterable[str], *, namespace: str | None = None) -> None:
         """Let chunks be evicted again."""
-        chunks = [self.chunk(i).id for i in _listed(ids, "ids")]
+        chunks = [c.id for c in self._chunks(ids, namespace)]
         self._engine.call(lambda: self._engine.cache.unpin(chunks)).result()
+
+    @checked_keywords()
+    def warm(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
+        """Set a namespace's warm list: `prefetch` these chunks now, and in the background whenever a runtime opens this
+        store. An empty list ends it. Raises ConfigError without a store."""
+        chunks, space = self._chunks(ids, namespace), self._preparer.space(namespace)
+        if self._store is None:
+            raise ConfigError("a warm list is kept in a store, and this runtime has none: use prefetch")
+        wanted: list[str] = [chunk.id for chunk in chunks]
+        lists = {**read_warm(self._store.folder), space: wanted}
+        write_warm(self._store.folder, {name: listed for name, listed in lists.items() if listed})
+        return self.prefetch(wanted, namespace=namespace)
+
+    def _warm_up(self, folder: Path) -> None:
+        """Start loading the warm list; chunks deleted meanwhile are passed over, and nothing is evicted for it."""
+        records = self._retriever.records([i for ids in read_warm(folder).values() for i in ids])
+        if records:
+            self._engine.encode([self._parts.chunker.chunk(record) for record in records.values()], evict=False)
+
+    def _chunks(self, ids: Iterable[str], namespace: str | None) -> list[Chunk]:
+        """Without repetitions. Raises UnknownChunkError."""
+        return list({c.id: c for c in (self.chunk(i, namespace=namespace) for i in _listed(ids, "ids"))}.values())
 
     @checked_keywords()
     def delete(self, ids: Sequence[str], *, missing_ok: bool = False, namespace: str | None = None) -> None:
@@ -469,15 +541,29 @@ class Runtime:
         self._forget(removed)
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
+        self._preparer.remembered.forget(chunk_ids)
         gone = [ChunkId(i) for i in chunk_ids]
         self._engine.call(lambda: self._engine.residency.discard(gone)).result()
 
-    def chunk(self, chunk_id: str) -> Chunk:
-        """An added chunk, for building layouts by hand. Raises UnknownChunkError."""
+    @checked_keywords()
+    def chunk(self, chunk_id: str, *, namespace: str | None = None) -> Chunk:
+        """An added chunk, for building layouts by hand. Raises UnknownChunkError, also for one of another namespace."""
         self._require_open()
         if not isinstance(chunk_id, str):
             raise UnknownChunkError(f"{chunk_id!r} is no chunk id")
-        return self._parts.chunker.chunk(self._retriever.chunk(chunk_id))
+        return self._parts.chunker.chunk(
+            known_chunk(self._preparer.remembered, chunk_id, self._preparer.space(namespace))
+        )
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._parts.max_context
+
+    @property
+    def separator(self) -> str:
+        """What is stored at the end of every chunk."""
+        return self._parts.chunker.separator
 
     @property
     def prefix(self) -> Chunk | None:
@@ -490,14 +576,18 @@ class Runtime:
         self._require_open()
         engine = self._engine
 
-        def read() -> dict[str, int]:
-            cache, pool = engine.cache, engine.pool
+        def read() -> dict[str, Any]:
+            cache, pool, arena = engine.cache, engine.pool, engine.residency.tiers.arena
             return {
                 "chunks_resident": len(cache),
                 "pages": pool.num_pages,
-                "pages_free": pool.num_free,
+                "pages_free": pool.num_free + cache.live.idle,
                 "page_bytes": pool.page_bytes,
+                "chunks_host": 0 if arena is None else len(arena),
+                "host_pages": 0 if arena is None else arena.num_pages,
+                "host_pages_free": 0 if arena is None else arena.num_free,
                 "evictions": cache.evictions,
+                "seconds_per_token": cache.rates.measured,
                 **asdict(engine.counters),
             }
 
@@ -509,21 +599,20 @@ class Runtime:
         self._require_open()
         engine, records = self._engine, self._parts.records
 
-        def read() -> Occupancy:
-            pool = engine.pool
-            pages = sum(len(entry.pages) for entry in engine.cache)
-            return Occupancy(len(engine.cache), pages * pool.page_bytes, pool.num_pages * pool.page_bytes)
+        def read() -> dict[str, Occupancy]:
+            pool, arena = engine.pool, engine.residency.tiers.arena
+            unit, pages = pool.page_bytes, sum(len(entry.pages) for entry in engine.cache)
+            tiers = {engine.residency.pool_tier: Occupancy(len(engine.cache), pages * unit, pool.num_pages * unit)}
+            if arena is not None:
+                held = (arena.num_pages - arena.num_free) * unit
+                tiers["host"] = Occupancy(len(arena), held, arena.num_pages * unit)
+            return tiers
 
-        tiers = {engine.residency.pool_tier: engine.call(read).result()}
+        tiers = engine.call(read).result()
         if records is not None:
-            sizes = records.sizes()
+            sizes = [size for size, _ in records.sizes().values()]
             tiers["disk"] = Occupancy(len(sizes), sum(sizes), None)
         return tiers
-
-    @property
-    def max_context(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self._parts.max_context
 
     @property
     def closed(self) -> bool:
@@ -562,7 +651,7 @@ class Runtime:
         if place is None:
             raise ConfigError("save needs a folder: this runtime has no store")
         own = self._store is not None and same_folder(place, self._store.folder)
-        with nullcontext(self._store) if own else OpenStore(place) as target:
+        with nullcontext(self._store) if own else OpenStore(place, alone=True) as target:
             assert target is not None
             target.require(self._parts.keys.id)
             write_store(target, self._manifest, self._parts, self._retriever, progress=self._progress)
@@ -626,26 +715,33 @@ class Runtime:
         self._require_open()
         return self._preparer
 
+    def _submit(self, prepared: Prepared, on_text: Callable[[str], None] | None) -> Ticket:
+        return self._engine.submit(
+            prepared.layout,
+            prepared.sampling,
+            on_text=on_text,
+            priority=prepared.priority,
+            deadline=prepared.deadline,
+        )
+
     def _run(self, prepared: Prepared) -> Answer:
-        return self._answer(prepared, streaming.run(self._engine, prepared.layout, prepared.sampling))
+        return self._answer(prepared, streaming.run(partial(self._submit, prepared)))
 
     def _stream(self, prepared: Prepared) -> streaming.TextIterator:
+        _require_one_sample(prepared)
         done = partial(self._answer, prepared)
-        return streaming.TextIterator(
-            self._engine, prepared.layout, prepared.sampling, done, CallFilter(prepared.tools)
-        )
+        return streaming.TextIterator(partial(self._submit, prepared), done, CallFilter(prepared.tools))
 
     async def _arun(self, prepared: Prepared) -> Answer:
-        return self._answer(prepared, await streaming.arun(self._engine, prepared.layout, prepared.sampling))
+        return self._answer(prepared, await streaming.arun(partial(self._submit, prepared)))
 
     def _astream(self, prepared: Prepared) -> streaming.AsyncTextIterator:
+        _require_one_sample(prepared)
         done = partial(self._answer, prepared)
-        return streaming.AsyncTextIterator(
-            self._engine, prepared.layout, prepared.sampling, done, CallFilter(prepared.tools)
-        )
+        return streaming.AsyncTextIterator(partial(self._submit, prepared), done, CallFilter(prepared.tools))
 
     def _answer(self, prepared: Prepared, completion: Completion) -> Answer:
-        answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve)
+        answer = make_answer(prepared.layout, completion, prepared.sources, prepared.retrieve, prepared.searched_by)
         calls = prepared.tools.read(answer.text) if prepared.tools is not None else ()
         self.last_answer = answer = replace(answer, text="", tool_calls=calls) if calls else answer
         self.receipts.append(answer.receipt)
@@ -656,6 +752,16 @@ class Runtime:
             raise RuntimeClosedError("the runtime is closed")
         if os.getpid() != self._process:
             raise RuntimeClosedError("this process was forked from the runtime's: make a new Runtime here")
+
+
+def _require_one_sample(prepared: Prepared) -> None:
+    if prepared.sampling.n > 1:
+        raise ConfigError(f"a stream is one text: n={prepared.sampling.n} samples come from query, generate or chat")
+
+
+def _known_encode(encode: str) -> None:
+    if encode not in ("now", "on_use"):
+        raise ConfigError(f'encode={encode!r} is not one of "now", "on_use"')
 
 
 def _listed(values: Any, name: str) -> Iterable[Any]:

@@ -38,6 +38,7 @@ class SamplingParams:
     seed:               same seed, same draws, whatever else runs in the batch; None draws afresh each time
     stop:               strings that end the answer and are not part of it
     ignore_eos:         keep generating past end-of-text tokens
+    n:                  samples of one prompt, at least 1; they share its KV. Sample i draws from seed + i
     logprobs:           report each token's log probability under the unprocessed distribution
     json_schema:        the answer is JSON of this schema (a mapping or its text); see `Answer.json`
     regex:              the answer matches this regular expression
@@ -58,6 +59,7 @@ class SamplingParams:
     stop: str | tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    n: int = 1
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -69,6 +71,7 @@ class SamplingParams:
         _check_float("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
         _check_float("min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
         _check_float("repetition_penalty", self.repetition_penalty, "greater than 0", lambda value: value > 0)
+        _check_int("n", self.n, 1, None)
         _check_int("seed", self.seed, 0, 2**63 - 1, optional=True)
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):

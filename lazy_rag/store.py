@@ -1,58 +1,79 @@
-"""The store folder: index, metadata and KV of one runtime, able to survive it.
+"""The store folder: index, metadata and KV of a runtime, able to survive it, and shared by several on one machine.
 
-    store.json              schema, model, embedder, key space; written last, read first
+    store.json              schema, model, embedder, key space; read first
     catalog.sqlite, index.faiss   the retriever's (lazy_rag/retriever.py)
-    kv/ab/<chunk id>.safetensors  one record a chunk: its whole pages, with layout, checksum and token ids
+    warm.json               the warm list
+    kv/ab/<chunk id>.safetensors  one record a chunk (lazy_rag/records.py): its whole pages, layout, checksum, token ids
     quarantine/             records that failed verification; kept for a look, never served
-    lock                    held by the runtime that has the folder open
+    *.lock, lock            who has the folder open, and who changes it right now (lazy_rag/locks.py)
 
-Records and store.json are written to a temporary name, fsynced and renamed. The folder has mode 0700: it holds text and
+Records and json files are written to a temporary name, fsynced and renamed. The folder has mode 0700: it holds text and
 KV in the clear.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import tempfile
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
-
-import torch
-from safetensors import safe_open
-from safetensors.torch import save
-from torch import Tensor
 
 from lazy_rag.errors import StoreError
-from lazy_rag.keys import SCHEMA_VERSION, ChunkId, checksum, tensor_bytes
-from lazy_rag.layout import Chunk
+from lazy_rag.keys import SCHEMA_VERSION
+from lazy_rag.locks import moment, try_alone
 
 _log = logging.getLogger(__name__)
+TEMPORARY = ".tmp-"  # how names of files being written begin
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """store.json. `key_space` names everything KV depends on (`KeySpace.id`); `options` rebuild the runtime."""
+    """store.json. `key_space` names everything KV depends on (`KeySpace.id`); `options` rebuild the runtime.
+
+    `prefix_id`: the encode prefix's chunk, which no document holds.
+    """
 
     key_space: str
     model: str | None
     options: dict[str, str | int | None]
+    prefix_id: str | None = None
     schema: int = SCHEMA_VERSION
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old file or the whole new one, also after a crash."""
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+def _always() -> AbstractContextManager[bool]:
+    return nullcontext(True)
+
+
+def write_atomically(path: Path, data: bytes, naming: Callable[[], AbstractContextManager[bool]] = _always) -> None:
+    """Readers see the old file or the whole new one, also after a crash.
+
+    Args:
+        naming: makes a context that is entered when the file is complete, around giving it its name; when it yields
+            False the file goes away.
+    """
+    try:
+        _write(path, data, naming)
+    except FileNotFoundError:  # a sweep took the file in the moment before it was locked
+        _write(path, data, naming)
+
+
+def _write(path: Path, data: bytes, naming: Callable[[], AbstractContextManager[bool]]) -> None:
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
+            try_alone(file)  # until it is closed, `is_abandoned` sees a living writer
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(scratch, path)
+            with naming() as wanted:
+                if not wanted:
+                    os.unlink(scratch)
+                    return
+                os.replace(scratch, path)
     except BaseException:
         Path(scratch).unlink(missing_ok=True)
         raise
@@ -61,6 +82,15 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def is_abandoned(scratch: Path) -> bool:
+    """Is a file with a temporary name one whose writer died? Processes and clocks are not asked: the lock tells."""
+    try:
+        with scratch.open("r+b") as file:
+            return try_alone(file)
+    except OSError:
+        return False
 
 
 def open_folder(path: Path) -> Path:
@@ -75,164 +105,70 @@ def open_folder(path: Path) -> Path:
     return path
 
 
-def lock_folder(folder: Path) -> IO[bytes]:
-    """Hold a folder for one runtime until the returned file is closed, or the process ends.
-
-    Raises StoreError when another runtime, in this process or another, holds it.
-    """
-    with ExitStack() as undo:
-        try:
-            file = undo.enter_context((folder / "lock").open("ab"))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(
-                f"the store {str(folder)!r} is open in another runtime: close that one, or use another folder"
-            ) from error
-        except OSError as error:
-            raise StoreError(f"the store {str(folder)!r} cannot be locked: {error}") from error
-        undo.pop_all()
-    return file
-
-
 def read_manifest(folder: Path) -> Manifest | None:
     """store.json, or None in a new folder. Raises StoreError for a broken one or another schema."""
     path = folder / "store.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
+        schema = fields.get("schema") if isinstance(fields, dict) else None
+        if isinstance(schema, int) and schema != SCHEMA_VERSION:
+            raise StoreError(
+                f"the store {str(folder)!r} has schema {schema}, this version reads {SCHEMA_VERSION}: open it with the "
+                "release that wrote it, or add the documents to a new store"
+            )
         manifest = Manifest(**fields)
         _check_types(manifest)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error}") from error
-    if manifest.schema != SCHEMA_VERSION:
-        raise StoreError(
-            f"the store {str(folder)!r} has schema {manifest.schema}, this version reads {SCHEMA_VERSION}: "
-            "add the documents to a new store"
-        )
     return manifest
 
 
 def _check_types(manifest: Manifest) -> None:
     if not isinstance(manifest.options, dict) or not isinstance(manifest.key_space, str):
         raise TypeError("key_space or options have a wrong type")
-    for name, value in {"model": manifest.model, **manifest.options}.items():
+    if not isinstance(manifest.schema, int):
+        raise TypeError("schema has a wrong type")
+    for name, value in {"model": manifest.model, "prefix_id": manifest.prefix_id, **manifest.options}.items():
         if not isinstance(value, str | int | None):
             raise TypeError(f"{name} has a wrong type")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Raises StoreError, also when another process made the store for another model since it was opened."""
     path = folder / "store.json"
     try:
-        write_atomically(path, json.dumps(asdict(manifest), indent=1).encode())
+        with moment(folder / "records.lock", alone=True):
+            require_same_space(folder, read_manifest(folder), manifest.key_space)
+            write_atomically(path, json.dumps(asdict(manifest), indent=1).encode())
     except OSError as error:
         raise StoreError(f"cannot write {str(path)!r}: {error}") from error
 
 
-class KVRecords:
-    """Chunk records under `folder/kv`.
-
-    Args:
-        layout: `PageLayout.describe()` with the dtype; a record of another layout is not served.
-        space: `KeySpace.id`; a record made from another model, prefix and so on is not served.
-    """
-
-    def __init__(self, folder: Path, layout: str, space: str = "") -> None:
-        self.folder = folder
-        self._layout = layout
-        self._space = space
-        self.quarantined: list[ChunkId] = []
-
-    def path(self, chunk_id: ChunkId) -> Path:
-        return self.folder / "kv" / chunk_id[:2] / f"{chunk_id}.safetensors"
-
-    def save(self, chunk: Chunk, pages: Tensor) -> None:
-        """Write a chunk's whole pages [pages, elements]; does nothing when a record exists (content is its name)."""
-        path = self.path(chunk.id)
-        if os.path.isfile(path):
-            return
-        tokens = torch.tensor(chunk.token_ids, dtype=torch.int32)
-        header = {
-            "schema": str(SCHEMA_VERSION),
-            "key": chunk.id,
-            "layout": self._layout,
-            "space": self._space,
-            "base": str(chunk.base),
-            "checksum": _checksum(pages, tokens),
-        }
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomically(path, save({"pages": pages.contiguous(), "token_ids": tokens}, header))
-        except OSError as error:
-            raise StoreError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
-
-    def load(self, chunk: Chunk) -> Tensor | None:
-        """The chunk's pages, verified; None when there is no record or it is bad (then it is quarantined).
-
-        Never raises: a record that cannot be read is computed again.
-        """
-        path = self.path(chunk.id)
-        try:
-            pages, problem = self._read(path, chunk)
-        except (FileNotFoundError, NotADirectoryError):
-            return None  # there is none, or it was deleted just now
-        except Exception as error:  # noqa: BLE001  damaged bytes fail in many ways
-            if not os.path.lexists(path):
-                return None
-            pages, problem = None, f"{type(error).__name__}: {error}"
-        if problem is not None:
-            self._quarantine(path, chunk.id, problem)
-            return None
-        return pages
-
-    def _read(self, path: Path, chunk: Chunk) -> tuple[Tensor | None, str | None]:
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
-            pages, tokens = file.get_tensor("pages"), file.get_tensor("token_ids")
-        for name, value in (("key", chunk.id), ("layout", self._layout), ("space", self._space)):
-            if header.get(name) != value:
-                return None, f"{name} differs"
-        if header.get("base") != str(chunk.base) or tuple(tokens.tolist()) != chunk.token_ids:
-            return None, "token ids or base differ"
-        if header.get("checksum") != _checksum(pages, tokens):
-            return None, "checksum differs"
-        return pages, None
-
-    def _quarantine(self, path: Path, chunk_id: ChunkId, problem: str) -> None:
-        _log.warning("record %s is bad (%s); it is set aside and the chunk will be computed again", chunk_id, problem)
-        self.quarantined.append(chunk_id)
-        target = self.folder / "quarantine"
-        try:
-            target.mkdir(mode=0o700, exist_ok=True)
-            os.replace(path, target / path.name)
-        except OSError as error:
-            _log.warning("record %s could not be set aside (%s) and is deleted", chunk_id, error)
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as final:
-                _log.warning("record %s could not be deleted: %s", chunk_id, final)
-
-    def delete(self, chunk_id: ChunkId) -> None:
-        for path in (self.path(chunk_id), self.folder / "quarantine" / f"{chunk_id}.safetensors"):
-            try:
-                path.unlink()
-            except (FileNotFoundError, NotADirectoryError):
-                pass
-            except OSError as error:
-                raise StoreError(f"cannot delete {str(path)!r}: {error}") from error
-
-    def sizes(self) -> list[int]:
-        """Bytes of every record's file."""
-        sizes = []
-        for path in (self.folder / "kv").glob("*/*.safetensors"):
-            with suppress(OSError):  # deleted meanwhile
-                sizes.append(path.stat().st_size)
-        return sizes
-
-    def ids(self) -> list[ChunkId]:
-        return sorted(ChunkId(path.stem) for path in (self.folder / "kv").glob("*/*.safetensors"))
+def require_same_space(folder: Path, manifest: Manifest | None, key_space: str) -> None:
+    """Raises StoreError when a store was made under other conditions, so that none of its ids could ever match."""
+    if manifest is not None and manifest.key_space != key_space:
+        raise StoreError(
+            f"the store {str(folder)!r} was made with another model, tokenizer, dtype, page size or prefix "
+            f"(model {manifest.model!r}, options {manifest.options}): open it with those, or use another"
+        )
 
 
-def _checksum(pages: Tensor, tokens: Tensor) -> str:
-    form = f"{checksum(tensor_bytes(pages))} {tuple(pages.shape)} {pages.dtype} "
-    return checksum(form.encode() + bytes(tensor_bytes(tokens)))
+def read_warm(folder: Path) -> dict[str, list[str]]:
+    """The warm list: chunk ids by namespace. Empty where there is none; a broken one is told in the log."""
+    try:
+        stored = json.loads((folder / "warm.json").read_text(encoding="utf-8"))
+        return {str(name): [str(i) for i in ids] for name, ids in stored.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        _log.warning("the warm list of %s cannot be read: %s", folder, error)
+        return {}
+
+
+def write_warm(folder: Path, lists: dict[str, list[str]]) -> None:
+    try:
+        write_atomically(folder / "warm.json", json.dumps(lists).encode())
+    except OSError as error:
+        raise StoreError(f"cannot write the warm list of {str(folder)!r}: {error}") from error

@@ -3,48 +3,103 @@
 from __future__ import annotations
 
 import asyncio
-import queue
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
-from lazy_rag.engine import Engine
-from lazy_rag.layout import PromptLayout
 from lazy_rag.requests import Completion, Ticket
-from lazy_rag.sampling import SamplingParams
 from lazy_rag.tools import CallFilter
 
 Done = Callable[[Completion], Any]
+# hands a request to the engine, with what receives its text
+Submit = Callable[[Callable[[str], None] | None], Ticket]
 
 
-def run(engine: Engine, layout: PromptLayout, sampling: SamplingParams, *, wants_logits: bool = False) -> Completion:
+def run(submit: Submit) -> Completion:
     """Block until the request is finished. Ctrl-C cancels it."""
-    ticket = engine.submit(layout, sampling, wants_logits=wants_logits)
+    ticket = submit(None)
     try:
         return ticket.future.result()
     finally:
         _give_up(ticket)
 
 
+class _Mailbox:
+    """Text on its way to one reader. What is not read yet waits as one piece, so a slow reader holds up nobody and
+    costs no more memory than the answer's text."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._unread: list[str] = []
+        self._ended = False
+
+    def put(self, text: str) -> None:
+        with self._changed:
+            self._unread.append(text)
+            self._changed.notify()
+
+    def end(self, _: object = None) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def get(self) -> str | None:
+        """Everything unread; waits for it. None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unread or self._ended)
+            return self._take()
+
+    def _take(self) -> str | None:
+        text, self._unread = "".join(self._unread), []
+        return text or None
+
+
+class _AsyncMailbox(_Mailbox):
+    """The same for a reader on the running event loop, which is woken only when it may have read everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._something = asyncio.Event()
+
+    def put(self, text: str) -> None:
+        with self._changed:
+            asleep = not self._unread
+            self._unread.append(text)
+        if asleep:
+            self._loop.call_soon_threadsafe(self._something.set)
+
+    def end(self, _: object = None) -> None:
+        with self._changed:
+            self._ended = True
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._something.set)
+
+    async def aget(self) -> str | None:
+        """Like `get`."""
+        while True:
+            await self._something.wait()
+            with self._changed:
+                if not self._ended:
+                    self._something.clear()
+                if self._unread or self._ended:
+                    return self._take()
+
+
 class TextIterator(Iterator[str]):
-    """Pieces of text as they come; `done` gets the completion at the end, and what it gives is `answer` from then on.
+    """Pieces of text as they come; `done` makes the answer of the completion at the end.
 
     The request is submitted with the first `next`. `close` cancels it, from any thread, also while another one waits in
-    `next` (a generator could not be closed there).
+    `next` (a generator could not be closed there). An iterator nobody holds any more closes itself: nothing that the
+    engine holds refers to it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        layout: PromptLayout,
-        sampling: SamplingParams,
-        done: Done,
-        shown: CallFilter | None = None,
-    ) -> None:
+    def __init__(self, submit: Submit, done: Done, shown: CallFilter | None = None) -> None:
         self.answer: Any = None  # what `done` made of the completion, after the last piece
         self._shown = shown or CallFilter(None)
-        self._submit = lambda: engine.submit(layout, sampling, on_text=self._pieces.put)
+        self._submit = submit
         self._done = done
-        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._pieces = _Mailbox()
         self._ticket: Ticket | None = None
         self._closed = False
 
@@ -52,8 +107,8 @@ class TextIterator(Iterator[str]):
         if self._closed:
             raise StopIteration
         if self._ticket is None:
-            self._ticket = self._submit()
-            self._ticket.future.add_done_callback(lambda _: self._pieces.put(None))
+            self._ticket = self._submit(self._pieces.put)
+            self._ticket.future.add_done_callback(self._pieces.end)
         while (piece := self._next()) is not None:
             if text := self._shown.push(piece):
                 return text
@@ -90,9 +145,9 @@ class TextIterator(Iterator[str]):
             self.close()
 
 
-async def arun(engine: Engine, layout: PromptLayout, sampling: SamplingParams) -> Completion:
+async def arun(submit: Submit) -> Completion:
     """`run` without blocking the event loop. Cancelling the task cancels the request."""
-    ticket = engine.submit(layout, sampling)
+    ticket = submit(None)
     try:
         return await asyncio.wrap_future(ticket.future)
     finally:
@@ -102,18 +157,11 @@ async def arun(engine: Engine, layout: PromptLayout, sampling: SamplingParams) -
 class AsyncTextIterator(AsyncIterator[str]):
     """`TextIterator` for `async for`. `aclose`, or cancelling the task that waits, cancels the request."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        layout: PromptLayout,
-        sampling: SamplingParams,
-        done: Done,
-        shown: CallFilter | None = None,
-    ) -> None:
+    def __init__(self, submit: Submit, done: Done, shown: CallFilter | None = None) -> None:
         self.answer: Any = None  # what `done` made of the completion, after the last piece
         self._done = done
         self._shown = shown or CallFilter(None)
-        self._generator = self._run(engine, layout, sampling)
+        self._generator = self._run(submit)
 
     def __aiter__(self) -> AsyncTextIterator:
         return self
@@ -124,21 +172,12 @@ class AsyncTextIterator(AsyncIterator[str]):
     async def aclose(self) -> None:
         await self._generator.aclose()
 
-    async def _run(self, engine: Engine, layout: PromptLayout, sampling: SamplingParams) -> AsyncGenerator[str, None]:
-        loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[str | None] = asyncio.Queue()
-
-        def put(piece: str | None) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        def finished(_: object) -> None:
-            if not loop.is_closed():
-                put(None)
-
-        ticket = engine.submit(layout, sampling, on_text=put)
-        ticket.future.add_done_callback(finished)
+    async def _run(self, submit: Submit) -> AsyncGenerator[str, None]:
+        pieces = _AsyncMailbox()
+        ticket = submit(pieces.put)
+        ticket.future.add_done_callback(pieces.end)
         try:
-            while (piece := await pieces.get()) is not None:
+            while (piece := await pieces.aget()) is not None:
                 if text := self._shown.push(piece):
                     yield text
             self.answer = self._done(ticket.future.result())

@@ -15,7 +15,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "stress" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("stress"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: make stress"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

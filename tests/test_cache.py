@@ -12,7 +12,7 @@ from lazy_rag.cache import CachedChunk, ChunkCache
 from lazy_rag.errors import CacheFullError, ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
-from lazy_rag.policy import LRU, make_policy
+from lazy_rag.policy import LRU
 from lazy_rag.pool import KVShape, PageLayout, PagePool
 
 SHAPES = (KVShape(2, 4, 4), KVShape(1, 6, 3), KVShape(3, 8, 5))
@@ -101,7 +101,7 @@ def test_least_recently_used_goes_first_and_pinned_or_leased_stay() -> None:
     cache.used(a)  # after b and c
     c_lease = cache.lease(c)
     evicted = []
-    cache._on_evict = lambda entry: evicted.append(entry.chunk.id)
+    cache.on_evict = lambda entry: evicted.append(entry.chunk.id)
     assert cache.allocate(2) is not None
     assert evicted == [b.chunk.id]
     cache.pin([a.chunk.id])
@@ -126,14 +126,6 @@ def test_nothing_unfinished_is_visible_and_token_ids_are_compared() -> None:
         with pytest.raises(ConfigError, match="other tokens"):
             cache.lookup(other)
     assert cache.check() == []
-
-
-def test_policies_by_name() -> None:
-    assert isinstance(make_policy("lru"), LRU)
-    custom = LRU()
-    assert make_policy(custom) is custom
-    with pytest.raises(ConfigError, match="mru"):
-        make_policy("mru")
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -192,7 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def take(self, count: int) -> None:
-        before = {entry.chunk.id for entry in self.cache if entry.pinned or entry.leases}
+        before = {entry.chunk.id for entry in self.cache if self.cache.is_pinned(entry) or entry.leases}
         pages = self.cache.allocate(count)
         assert before <= {entry.chunk.id for entry in self.cache}
         if pages is not None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lazy_rag import ChunkRange, Live, Message, Runtime, SamplingParams, ToolCall
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
+from lazy_rag.remembering import Remembered
 from lazy_rag.tools import CallFilter, CallFormat, ToolUse
 from tests.fixtures import CHATML, make_runtime
 from tests.oracle import oracle_logits, tolerance
@@ -202,18 +203,56 @@ def test_chunks_follow_what_is_added_deleted_and_loaded(tmp_path: Any) -> None:
         assert found(rt) == 0
 
 
+def test_remembered_texts_are_served_but_neither_searched_nor_kept(tmp_path: Any) -> None:
+    message = [{"role": "user", "content": f"{TOWER} {BRIDGE} ?"}]
+    with make_runtime(store=tmp_path / "store") as rt:
+        tower, bridge = rt.remember([f"  {TOWER}\n", BRIDGE])
+        assert rt.remember([BRIDGE, TOWER]) == [bridge, tower]
+        assert [use.hit for use in chunk_uses(rt.chat(message, anchor=True, sampling=GREEDY))] == [False, False]
+        assert [use.hit for use in chunk_uses(rt.chat(message, anchor=True, sampling=GREEDY))] == [True, True]
+        assert rt.find() == [] and rt.stats.chunks_indexed == 0
+        assert rt.embeddings._model.texts == ["dimension"]  # the probe at the start
+        assert rt.add_chunks([TOWER], ids=["t"]) == [tower]
+        rt.delete(["t"])
+        assert len(chunk_uses(rt.chat(message, anchor=True, sampling=GREEDY))) == 1
+        rt.remember([TOWER], encode="now")
+        assert [use.hit for use in chunk_uses(rt.chat(message, anchor=True, sampling=GREEDY))] == [True, True]
+        assert rt.check() == []
+    with make_runtime(store=tmp_path / "store") as rt:
+        assert rt.check_store() == []
+        assert chunk_uses(rt.chat(message, anchor=True, sampling=GREEDY)) == []
+
+
+def test_remembered_texts_are_bounded_and_known_ones_not_tokenised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_runtime() as rt:
+        chunker, retriever = rt._parts.chunker, rt._retriever
+        remembered = Remembered(chunker, retriever, limit=3)
+        texts = [f"Text number {number}." for number in range(5)]
+        ids, fresh = remembered.add(texts, "")
+        assert fresh == ids
+        assert list(remembered.records(ids)) == ids[2:]
+        assert [retriever.anchors.id_of(text) for text in texts] == [None, None, *ids[2:]]
+        tokenised: list[str] = []
+        record = chunker.record
+        monkeypatch.setattr(chunker, "record", lambda text, space: tokenised.append(text) or record(text, space))
+        assert remembered.add(texts[2:], "") == (ids[2:], [])
+        assert tokenised == []
+
+
 def test_streams_give_the_same_and_hold_the_answer(runtime: Runtime) -> None:
     message = [{"role": "user", "content": f"{TOWER} {BRIDGE} ?"}]
     expected = runtime.chat(message, anchor=True, sampling=GREEDY)
     stream = runtime.chat(message, anchor=True, stream=True, sampling=GREEDY)
     assert stream.answer is None
     assert "".join(stream) == expected.text
-    assert stream.answer.usage == expected.usage
+    # the same prompt again finds its live text
+    assert stream.answer.usage["cached_tokens"] >= expected.usage["cached_tokens"]
+    assert stream.answer.usage["total_tokens"] == expected.usage["total_tokens"]
 
     async def run() -> None:
         pieces = await runtime.achat(message, anchor=True, stream=True, sampling=GREEDY)
         assert "".join([piece async for piece in pieces]) == expected.text
-        assert pieces.answer.usage == expected.usage
+        assert pieces.answer.usage["total_tokens"] == expected.usage["total_tokens"]
         assert (await runtime.achat(message, anchor=True, sampling=GREEDY)).text == expected.text
 
     asyncio.run(run())

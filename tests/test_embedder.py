@@ -124,6 +124,20 @@ def test_model_is_called_by_one_thread_at_a_time() -> None:
     assert model.worst == 1
 
 
+def test_no_bar_of_the_library_is_drawn() -> None:
+    asked = []
+
+    class Model:
+        dimension = 2
+
+        def encode(self, texts: list[str], show_progress_bar: bool | None = None) -> Any:
+            asked.append(show_progress_bar)
+            return np.ones((len(texts), 2))
+
+    Embedder(Model(), name="m").embed(["a", "b"])
+    assert asked and set(asked) == {False}
+
+
 def test_unknown_name_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     pytest.importorskip("sentence_transformers")

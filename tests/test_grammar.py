@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,3 +224,45 @@ def test_a_step_launched_ahead_does_not_end_the_answer_a_token_early() -> None:
     assert sampler.finished_after(len(drawn))
     sampler.draw(logits)
     assert not sampler.finished_after(len(drawn) - 1)
+
+
+class _Event:
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _HostTorch:
+    """torch as the engine sees it on a GPU, on the host: no pinned memory, events that have always happened."""
+
+    cuda = SimpleNamespace(Event=_Event)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(*args, **kwargs)
+
+
+def test_answers_are_the_same_when_steps_are_launched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        SamplingParams(json_schema=PERSON, max_tokens=80, temperature=1.5, seed=1),
+        SamplingParams(
+            json_schema={"type": "array", "items": {"type": "integer"}}, max_tokens=9, temperature=2.0, seed=2
+        ),
+        SamplingParams(regex="(ab){3,9}", max_tokens=30, temperature=0),
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
+    ]
+    with make_runtime() as rt:
+
+        def ask(case: SamplingParams) -> tuple[str, str, tuple[int, ...]]:
+            answer = rt.generate("Who?", sampling=case)
+            return answer.text, answer.finish_reason, answer.token_ids
+
+        expected = [ask(case) for case in cases]
+        monkeypatch.setattr("lazy_rag.engine.torch", _HostTorch())
+        rt._engine.call(lambda: setattr(rt._engine, "_ahead", True)).result()
+        assert [ask(case) for case in cases] == expected
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(ask, cases)) == expected
+        assert rt.check() == []

@@ -26,8 +26,10 @@ from lazy_rag.errors import ConfigError, DocumentError, ModelLoadError, Retrieve
 from lazy_rag.keys import ChunkId, KeySpace
 from lazy_rag.layout import Chunk, LiveRun, repair_layout
 from lazy_rag.loading import load_model
+from lazy_rag.locks import lock_folder
+from lazy_rag.records import KVRecords
 from lazy_rag.retriever import Retriever
-from lazy_rag.store import KVRecords, Manifest, lock_folder, open_folder, read_manifest, write_manifest
+from lazy_rag.store import Manifest, open_folder, read_manifest, write_manifest
 from tests.fixtures import CHATML, PAGE, WordEmbedder, make_runtime
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -346,7 +348,7 @@ def rewritten(path: Path, **changes: Any) -> None:
 def test_a_record_round_trips_and_an_absent_one_is_none(tmp_path: Path) -> None:
     records = saved(tmp_path)
     loaded = records.load(SMALL)
-    assert loaded is not None and torch.equal(loaded, PAGES)
+    assert loaded is not None and torch.equal(loaded.pages, PAGES)
     assert records.load(Chunk(ChunkId("cd" * 20), (1,), 0)) is None
     assert records.quarantined == []
 
@@ -400,7 +402,7 @@ def test_a_record_that_vanishes_while_read_is_absent(tmp_path: Path, monkeypatch
         path.unlink()
         raise OSError("stale file handle")
 
-    monkeypatch.setattr("lazy_rag.store.safe_open", vanishing)
+    monkeypatch.setattr("lazy_rag.records.safe_open", vanishing)
     assert records.load(SMALL) is None
     assert records.quarantined == []
 
@@ -411,9 +413,11 @@ def test_writing_failures_are_store_errors(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot write"):
         records.save(SMALL, PAGES)
     assert records.load(SMALL) is None
-    records.delete(SMALL.id)
-    (tmp_path / "store.json").mkdir()
+    records.delete([SMALL.id])
     with pytest.raises(StoreError, match="cannot write"):
+        write_manifest(tmp_path / "absent", Manifest("k", None, {}))
+    (tmp_path / "store.json").mkdir()
+    with pytest.raises(StoreError, match="cannot be read"):
         write_manifest(tmp_path, Manifest("k", None, {}))
     with pytest.raises(StoreError, match="cannot be read"):
         read_manifest(tmp_path)
@@ -431,6 +435,7 @@ def test_writing_failures_are_store_errors(tmp_path: Path) -> None:
         '{"key_space": "k", "model": [], "options": {}}',
         '{"key_space": "k", "model": null, "options": {"prefix": {}}}',
         '{"key_space": "k", "model": null, "options": {}, "schema": "x"}',
+        '{"key_space": "k", "model": null, "options": {}, "prefix_id": []}',
         '{"key_space": "k", "model": null, "options": {}, "more": 1}',
     ],
 )
@@ -440,19 +445,32 @@ def test_a_broken_manifest(tmp_path: Path, text: str) -> None:
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("more", ["", ', "added_later": 1'])
+def test_a_store_of_another_schema_says_what_to_do(tmp_path: Path, more: str) -> None:
+    """A newer manifest with fields this version does not know was called unreadable."""
+    (tmp_path / "store.json").write_text('{"key_space": "k", "model": null, "options": {}, "schema": 99' + more + "}")
+    with pytest.raises(StoreError, match=r"schema 99.*add the documents to a new store"):
+        read_manifest(tmp_path)
+
+
 @pytest.mark.parametrize("path", [Path("a\0b"), 5, None, Path("/dev/null/x")])
 def test_a_folder_that_cannot_be_one(path: Any) -> None:
     with pytest.raises(StoreError):
         open_folder(path)
 
 
-def test_a_folder_is_held_once_and_private(tmp_path: Path) -> None:
+def test_a_folder_is_private_and_shared_but_not_with_one_who_replaces_it(tmp_path: Path) -> None:
     folder = open_folder(tmp_path / "a" / "b")
     assert folder.stat().st_mode & 0o777 == 0o700
-    held = lock_folder(folder)
-    with pytest.raises(StoreError, match="another runtime"):
+    held = [lock_folder(folder), lock_folder(folder)]
+    with pytest.raises(StoreError, match="open in another runtime"):
+        lock_folder(folder, alone=True)
+    for file in held:
+        file.close()
+    alone = lock_folder(folder, alone=True)
+    with pytest.raises(StoreError, match="being replaced"):
         lock_folder(folder)
-    held.close()
+    alone.close()
     lock_folder(folder).close()
     (folder / "lock").unlink()
     (folder / "lock").mkdir()

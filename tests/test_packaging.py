@@ -146,6 +146,7 @@ def test_wheel_holds_exactly_the_declared_packages(wheel: Path) -> None:
     top_level = {name.partition("/")[0] for name in files if ".dist-info/" not in name}
     adapters = {name for name, folder in ADAPTERS.items() if any((ROOT / folder).rglob("*.py"))}
     assert top_level == {"lazy_rag", "lazy_rag_kernels"} | adapters
+    assert {"lazy_rag_kernels/tuned/default.json", "lazy_rag_kernels/tuned/nvidia_h200.json"} <= set(files)
     assert {"lazy_rag/runtime.py", "lazy_rag/cli.py", "lazy_rag_kernels/reference.py"} <= set(files)
     assert "llama_index/__init__.py" not in files
     assert "llama_index/llms/__init__.py" not in files

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures import make_runtime
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -57,6 +59,23 @@ def block_of(heading: str) -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+
+
+def test_the_llama_index_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As printed, with a tiny model instead of the real one."""
+    (example,) = [block for block in python_blocks() if "use_in_llama_index" in block]
+    assert example.count("\n") - example.count("\n\n") <= 8
+    for name in ("_llm", "_embed_model", "_prompt_helper", "_tokenizer"):
+        monkeypatch.setattr("llama_index.core.Settings." + name, None, raising=False)
+    monkeypatch.setattr("lazy_rag.Runtime", lambda model: make_runtime())
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    with names["rt"] as rt:
+        assert capsys.readouterr().out.strip() == rt.last_answer.text.strip() != ""
+        hits = [use.hit for use in rt.last_answer.receipt.chunks]
+        names["index"].as_query_engine(similarity_top_k=2).query("What does make demo do?")
+        assert hits == [False, False] and all(use.hit for use in rt.last_answer.receipt.chunks)
 
 
 def test_every_source_file_is_in_the_data_path() -> None:

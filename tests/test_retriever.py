@@ -601,7 +601,7 @@ def test_reload_embeds_nothing_and_finds_the_same(tmp_path: Path, model: HashMod
         fill(retriever)
         expected = retriever.search("t3", 7, namespace="n")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert sorted(path.name for path in folder.iterdir()) == ["catalog.sqlite", "index.faiss"]
+    assert sorted(path.name for path in folder.iterdir()) == ["catalog.sqlite", "index.faiss", "index.lock"]
     again = HashModel()
     with Retriever(again.embedder(), folder) as retriever:
         assert retriever.check() == []

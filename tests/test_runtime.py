@@ -37,7 +37,7 @@ from lazy_rag.errors import (
     UnsupportedModelError,
 )
 from lazy_rag.keys import ChunkId, checksum, tensor_bytes
-from lazy_rag.policy import LRU
+from lazy_rag.policy import LRU, Size
 from lazy_rag.prompt import ChatFormat
 from tests.fixtures import PAGE, WordEmbedder, make_runtime, pages
 from tests.layouts import make_chunk, random_tokens
@@ -690,7 +690,7 @@ def test_bad_calls(runtime: Runtime, tmp_path: Path) -> None:
         (lambda: runtime.generate("Q", [7]), ConfigError),
         (lambda: runtime.query("Q", k=0), RetrieverError),
         (lambda: runtime.query("Q", tempreature=0), ConfigError),
-        (lambda: runtime.query("Q", deadline=3), ConfigError),
+        (lambda: runtime.query("Q", deadline=-3), ConfigError),
         (lambda: runtime.query("Q", repair="magic"), ConfigError),
         (lambda: runtime.query("Q", filter={"a": {"$near": 1}}), RetrieverError),
         (lambda: runtime.chat([]), ConfigError),
@@ -820,10 +820,10 @@ def test_a_broken_policy_fails_requests_and_not_the_engine() -> None:
     class Broken(LRU):
         broken = False
 
-        def added(self, chunk_id: ChunkId) -> None:
+        def added(self, chunk_id: ChunkId, size: Size) -> None:
             if self.broken:
                 raise ValueError("no")
-            super().added(chunk_id)
+            super().added(chunk_id, size)
 
     policy = Broken()
     with make_runtime(policy=policy) as runtime:
@@ -881,12 +881,23 @@ def test_a_folder_without_manifest_does_not_pass_another_models_kv(tmp_path: Pat
         other.save(tmp_path)
 
 
-def test_a_store_belongs_to_one_runtime_at_a_time(tmp_path: Path) -> None:
-    with make_runtime(store=tmp_path) as runtime:
-        with pytest.raises(StoreError, match="another runtime"):
-            make_runtime(store=tmp_path)
+def test_a_store_is_shared_but_not_replaced_while_it_is_open(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path) as runtime, make_runtime(store=tmp_path) as other:
+        ids = runtime.add_chunks(TEXTS)
+        runtime.prefetch(ids)
+        assert other.query("house", k=1, sampling=SHORT).sources[0].text == TEXTS[0]
         runtime.save()
-    make_runtime(store=tmp_path).close()
+        assert other.generate("Q", ids[1:], sampling=SHORT).receipt.tokens_encoded == 0
+        runtime.delete(ids[:1])
+        with pytest.raises(UnknownChunkError):
+            other.generate("Q", ids[:1], sampling=SHORT)
+        with make_runtime() as third, pytest.raises(StoreError, match="open in another runtime"):
+            third.save(tmp_path)
+        with pytest.raises(StoreError, match="another model"):
+            make_runtime(seed=5, store=tmp_path)
+    with make_runtime(store=tmp_path) as runtime:
+        assert runtime.check_store() == []
+        assert [runtime.chunk(i).id for i in ids[1:]] == ids[1:]
 
 
 def test_one_live_model_serves_one_runtime(runtime: Runtime) -> None:

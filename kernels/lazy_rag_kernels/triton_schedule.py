@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 
 from lazy_rag_kernels.plan import AttentionPlan
+from lazy_rag_kernels.tuned import tuning
 
 IntArray = npt.NDArray[np.int32]
 _NOTHING: IntArray = np.zeros(0, dtype=np.int32)
@@ -84,6 +85,7 @@ class DeviceLimits(NamedTuple):
     multiprocessors: int
     shared_memory: int  # bytes one program may use
     overlaps: bool = False  # a kernel can start while the one before it still runs (programmatic dependent launch)
+    name: str = ""  # of the device, for its tuned blocks
 
 
 class TileShape(NamedTuple):
@@ -174,7 +176,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
     overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], overlaps)
+    name = torch.cuda.get_device_name(device)
+    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], overlaps, name)
 
 
 def next_power_of_two(n: int) -> int:
@@ -195,16 +198,16 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_
     block_m = max(16, next_power_of_two(shape.group), min(most_m, next_power_of_two(most_rows * shape.group)))
     token_bytes = (k_block + v_block) * shape.itemsize
     room = limits.shared_memory - block_m * k_block * shape.itemsize - SCRATCH_BYTES
-    # measured on an H200 for decode and 64 to 256 live tokens (NOTES.md); wide heads spill on fewer warps
-    if not narrow or wide_heads:
-        block_n, num_warps, most_stages = 32 if block_m == 16 or not narrow else 64, 8 if block_m == 64 else 4, 3
+    if not narrow:
+        case = "float32"
+    elif wide_heads:
+        case = f"wide heads, {block_m} rows"  # they spill on fewer warps
     elif block_m == 16:
         # short segments: more programs at a time hide that each segment starts its loads anew
-        block_n, num_warps, most_stages = 32 if short_segments else 64, 2, 3
-    elif block_m == 128:
-        block_n, num_warps, most_stages = 64, 8, 4
+        case = "16 rows, short segments" if short_segments else "16 rows"
     else:
-        block_n, num_warps, most_stages = 64, 4, 3
+        case = "128 rows" if block_m == 128 else "32 or 64 rows"
+    block_n, num_warps, most_stages = tuning(limits.name).tiles[case]
     while block_n > 16 and room < 2 * block_n * token_bytes:
         block_n //= 2
     stages = max(1, min(most_stages, room // (block_n * token_bytes)))
@@ -325,39 +328,29 @@ def _hidden(plan: StepRows, tile: RowTile, segment: int) -> int:
 
 
 def _tables(plan: StepRows, group: list[RowTile], part_blocks: int, block_n: int) -> Tables:
-    programs: list[Program] = []
+    begins: list[int] = []  # of the work of each program; it ends where the next one's begins
     work: list[WorkItem] = []
     tiles: list[tuple[int, int, int]] = []  # rows, place begin, place end
     for tile in group:
-        first = len(programs)
+        first = len(begins)
         # equal parts: a short last one would leave its multiprocessor idle
         part = _parts(tile.blocks, max(1, _parts(tile.blocks, part_blocks)))
         room = 0
         for s in tile.segments:
-            start, length = 0, plan.seg_length[s]
+            start, length, hidden = 0, plan.seg_length[s], _hidden(plan, tile, s)
+            page_begin, delta = plan.page_indptr[s], plan.seg_delta[s]
             while start < length:
                 if room == 0:
-                    programs.append(Program(len(work), len(work)))
+                    begins.append(len(work))
                     room = part
                 end = min(start + room * block_n, length)
-                work.append(
-                    WorkItem(
-                        segment=s,
-                        page_begin=plan.page_indptr[s],
-                        key_start=start,
-                        key_end=end,
-                        delta=plan.seg_delta[s],
-                        hidden=_hidden(plan, tile, s),
-                        row_start=tile.start,
-                        row_end=tile.end,
-                        place=len(programs) - 1,
-                    )
-                )
-                programs[-1] = programs[-1]._replace(work_end=len(work))
+                place = len(begins) - 1
+                work.append(WorkItem(s, page_begin, start, end, delta, hidden, tile.start, tile.end, place))
                 room -= _parts(end - start, block_n)
                 start = end
-        tiles.append((tile.end - tile.start, first, len(programs)))
+        tiles.append((tile.end - tile.start, first, len(begins)))
     # stable: row tiles stay in order within a part
+    programs = [Program(begin, end) for begin, end in pairwise((*begins, len(work)))]
     programs.sort(key=lambda program: (work[program.work_begin].segment, work[program.work_begin].key_start))
     rows = np.arange(group[0].start, group[-1].end)
     counts, *places = np.array(tiles, dtype=np.int32).T
@@ -372,5 +365,7 @@ def _tables(plan: StepRows, group: list[RowTile], part_blocks: int, block_n: int
 def _records(records: Sequence[tuple[int, ...]], fields: int) -> IntArray:
     table = np.zeros((len(records), fields), dtype=np.int32)
     if records:
-        table[:, : len(records[0])] = records
+        used = len(records[0])
+        flat = np.fromiter(chain.from_iterable(records), dtype=np.int32, count=used * len(records))
+        table[:, :used] = flat.reshape(-1, used)
     return table

@@ -1,0 +1,117 @@
+"""LlamaIndex's chat messages to ours and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    CitableBlock,
+    CitationBlock,
+    ContentBlock,
+    DocumentBlock,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+
+from lazy_rag import Answer, ChunkRange, LazyRAGError, Live, Message, ToolCall
+
+_ROLES = {
+    MessageRole.SYSTEM: "system",
+    MessageRole.DEVELOPER: "system",
+    MessageRole.USER: "user",
+    MessageRole.ASSISTANT: "assistant",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.TOOL: "tool",
+    MessageRole.FUNCTION: "tool",
+}
+
+# the chunk of a text
+ChunkOf = Callable[[str], str]
+
+
+def to_messages(messages: Sequence[ChatMessage], chunk_of: ChunkOf) -> list[Message]:
+    """Messages for `Runtime.chat`. Raises LazyRAGError for what a text model cannot read."""
+    return [_to_message(message, chunk_of) for message in messages]
+
+
+def _to_message(message: ChatMessage, chunk_of: ChunkOf) -> Message:
+    pieces: list[str | Live | ChunkRange] = []
+    calls: list[ToolCall] = []
+    last_was_text = False
+    for block in message.blocks:
+        if isinstance(block, ToolCallBlock):
+            calls.append(_to_call(block))
+        elif isinstance(block, TextBlock):
+            pieces.append(("\n" if last_was_text else "") + block.text)
+        else:
+            pieces += _pieces(block, chunk_of)
+        last_was_text = isinstance(block, TextBlock)
+    extra = message.additional_kwargs
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    content: Any = "".join(texts) if len(texts) == len(pieces) else pieces
+    return Message(
+        _ROLES[message.role],
+        content,
+        tool_calls=tuple(calls),
+        tool_call_id=extra.get("tool_call_id"),
+        name=extra.get("name"),
+    )
+
+
+def _pieces(block: ContentBlock, chunk_of: ChunkOf) -> list[str | Live | ChunkRange]:
+    if isinstance(block, CachePoint | ThinkingBlock):  # a hint to providers that bill for caches; not part of a prompt
+        return []
+    if isinstance(block, CitableBlock | CitationBlock):
+        content = block.content if isinstance(block, CitableBlock) else [block.cited_content]
+        text = "\n".join(part.text if isinstance(part, TextBlock) else _document_text(part) for part in content)
+        title = [Live(f"{block.title}\n")] if block.title.strip() else []
+        return [*title, ChunkRange(chunk_of(text))] if text.strip() else [*title]  # type: ignore[arg-type]
+    return [_document_text(block)]
+
+
+def _document_text(block: Any) -> str:
+    if isinstance(block, DocumentBlock) and (block.document_mimetype or "").startswith("text/"):
+        return block.resolve_document().read().decode()
+    raise LazyRAGError(f"a text model cannot read a {type(block).__name__}: give its text as a TextBlock")
+
+
+def _to_call(block: ToolCallBlock) -> ToolCall:
+    arguments = block.tool_kwargs
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise LazyRAGError(f"the arguments of the call of {block.tool_name!r} are no JSON: {error}") from error
+    known = {"id": block.tool_call_id} if block.tool_call_id else {}
+    return ToolCall(block.tool_name, dict(arguments), **known)  # type: ignore[arg-type]
+
+
+def from_answer(answer: Answer) -> ChatMessage:
+    """The assistant's message of an answer, its calls as blocks."""
+    blocks: list[ContentBlock] = [TextBlock(text=answer.text)] if answer.text or not answer.tool_calls else []
+    blocks += [
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+        for call in answer.tool_calls
+    ]
+    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
+
+
+def raw_of(answer: Answer, prefix_id: str | None) -> dict[str, Any]:
+    """What a response carries in `raw`: plain values only, so that it holds no tensor and can be stored."""
+    return {
+        "usage": dict(answer.usage),
+        "finish_reason": answer.finish_reason,
+        "chunks": [
+            {"chunk_id": use.chunk_id, "tokens": use.length, "hit": use.hit, "tier": use.tier}
+            for use in answer.receipt.chunks
+            if use.chunk_id != prefix_id
+        ],
+        "dropped": list(answer.dropped),
+    }

@@ -1,0 +1,64 @@
+"""Locks between processes of one machine that share a store: `flock`, which ends with its holder, however that dies.
+
+lock          held for life: shared by every runtime that has the store open, alone by one that replaces it
+records.lock  held for moments: shared while a record gets its name, alone while records are deleted
+index.lock    held for moments: alone while index.faiss is replaced
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from lazy_rag.errors import StoreError
+
+_PATIENCE = 30.0  # seconds to wait for a lock that is held for moments
+
+
+def lock_folder(folder: Path, *, alone: bool = False) -> IO[bytes]:
+    """Hold a folder until the returned file is closed, or the process ends.
+
+    Raises StoreError when another runtime, in this process or another, holds it alone, or (with `alone`) at all.
+    """
+    with ExitStack() as undo:
+        try:
+            file = undo.enter_context((folder / "lock").open("ab"))
+            fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            what = "is open in another runtime" if alone else "is being replaced by another runtime"
+            raise StoreError(f"the store {str(folder)!r} {what}: close that one, or use another folder") from error
+        except OSError as error:
+            raise StoreError(f"the store {str(folder)!r} cannot be locked: {error}") from error
+        undo.pop_all()
+    return file
+
+
+@contextmanager
+def moment(path: Path, *, alone: bool) -> Iterator[None]:
+    """Hold a lock file inside the block. Raises StoreError when it is not to be had for half a minute."""
+    deadline = time.monotonic() + _PATIENCE
+    with path.open("ab") as file:
+        while True:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise StoreError(
+                        f"{str(path)!r} is held by another process, which seems to have stopped: end it"
+                    ) from error
+                time.sleep(0.001)
+        yield
+
+
+def try_alone(file: IO[bytes]) -> bool:
+    """Take a lock on an open file that nobody else has; it ends when the file is closed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

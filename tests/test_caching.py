@@ -1,0 +1,322 @@
+"""What a user says about the cache of a runtime: pins, lifetimes, quotas, warm lists, namespaces, and explanations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lazy_rag import Runtime, SamplingParams
+from lazy_rag.errors import CacheFullError, ConfigError, StoreError, UnknownChunkError
+from lazy_rag.keys import ChunkId
+from tests.fixtures import PAGE, make_runtime, pages
+
+SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+TEXTS = [f"{number} brown foxes jump. " * 3 for number in range(8)]  # chunks of equal length
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    with make_runtime() as rt:
+        yield rt
+        assert rt.check() == []
+
+
+def sizes(texts: list[str], **options: Any) -> tuple[list[int], int, int]:
+    """Pages of each text's chunk, of the encode prefix, and of what a request needs besides; bytes of a page."""
+    with make_runtime(**options) as rt:
+        ids = rt.add_chunks(texts)
+        chunks = [-(-len(rt.chunk(i)) // PAGE) for i in ids]
+        assert rt.prefix is not None
+        live = -(-(rt.layout("Q", ids[:1]).live_tokens + 4) // PAGE)
+        return chunks, -(-len(rt.prefix) // PAGE) + live, pages(rt, 1)
+
+
+def reasons(rt: Runtime, ids: list[ChunkId], **options: Any) -> list[str]:
+    """Of the chunks, without the encode prefix."""
+    space = options.pop("of", None)
+    return [e.reason for e in rt.explain(rt.layout("Q", ids, namespace=space), **options)][1:]
+
+
+def used(rt: Runtime, ids: list[ChunkId], **options: Any) -> list[str]:
+    """The tiers in which a request finds chunks, without the encode prefix."""
+    return [use.tier for use in rt.generate("Q", ids, sampling=SHORT, **options).receipt.chunks][1:]
+
+
+# pins and lifetimes
+
+
+def test_a_pin_lapses_after_its_ttl() -> None:
+    counts, besides, page = sizes(TEXTS)
+    with make_runtime(cache_bytes=(besides + 2 * max(counts)) * page) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        ids = rt.add_chunks(TEXTS)
+        rt.pin(ids[:1], ttl=60)
+        for chunk_id in ids:
+            assert used(rt, [chunk_id]) in (["encoded"], ["host"])
+        assert reasons(rt, ids[:1]) == ["in memory"]
+        clock.now += 59
+        used(rt, ids[1:2])
+        used(rt, ids[2:3])
+        assert reasons(rt, ids[:1]) == ["in memory"]
+        clock.now += 2
+        used(rt, ids[3:4])
+        used(rt, ids[4:5])
+        assert reasons(rt, ids[:1]) == ["evicted"]
+        assert rt.check() == []
+
+
+def test_kv_older_than_the_ttl_is_computed_again_in_memory_and_from_disk(tmp_path: Path) -> None:
+    with make_runtime(ttl=100, store=tmp_path) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        ids = rt.add_chunks(TEXTS[:3])
+        assert used(rt, ids) == ["encoded"] * 3
+        clock.now += 60
+        rt.pin(ids[:1])
+        assert used(rt, ids) == ["host"] * 3
+        clock.now += 50
+        assert reasons(rt, ids) == ["in memory", "expired", "expired"]
+        assert used(rt, ids) == ["host", "encoded", "encoded"]
+        rt.unpin(ids[:1])
+        assert reasons(rt, ids) == ["expired", "in memory", "in memory"]
+        rt._engine.call(lambda: rt._engine.cache.allocate(0)).result()
+        assert rt.stats.chunks_resident == 3  # the two, and the encode prefix: what expired has given its pages back
+        assert rt.check() == []
+
+
+@pytest.mark.parametrize(("jump", "tier"), [(50, "disk"), (150, "encoded"), (-10, "encoded"), (-1e9, "encoded")])
+def test_a_record_of_unknown_age_is_not_served(tmp_path: Path, jump: float, tier: str) -> None:
+    """The time of day went forward within the lifetime, beyond it, or backward."""
+    with make_runtime(ttl=100, store=tmp_path) as rt:
+        ids = rt.add_chunks(TEXTS[:2])
+        expected = rt.generate("Q", ids, sampling=SHORT).token_ids
+    with make_runtime(ttl=100, store=tmp_path) as rt:
+        assert rt._parts.records is not None
+        rt._parts.records._clock = lambda: time.time() + jump
+        answer = rt.generate("Q", ids, sampling=SHORT)
+        assert [use.tier for use in answer.receipt.chunks][1:] == [tier] * 2
+        assert answer.token_ids == expected
+
+
+def test_time_spent_on_disk_counts(tmp_path: Path) -> None:
+    with make_runtime(ttl=100, store=tmp_path) as rt:
+        ids = rt.add_chunks(TEXTS[:1])
+        used(rt, ids)
+    with make_runtime(ttl=100, store=tmp_path) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        assert rt._parts.records is not None
+        rt._parts.records._clock = lambda: time.time() + 70
+        assert used(rt, ids) == ["disk"]
+        clock.now += 29
+        assert reasons(rt, ids) == ["in memory"]
+        clock.now += 11
+        rt._parts.records._clock = lambda: time.time() + 110
+        assert reasons(rt, ids) == ["expired"]
+        assert used(rt, ids) == ["encoded"]
+
+
+@pytest.mark.parametrize("ttl", [0, -1, float("nan"), "x", True])
+def test_lifetimes_that_are_none(runtime: Runtime, ttl: Any) -> None:
+    (chunk,) = runtime.add_chunks(["text"])
+    with pytest.raises(ConfigError, match="ttl"):
+        runtime.pin([chunk], ttl=ttl)
+    with pytest.raises(ConfigError, match="ttl"):
+        make_runtime(ttl=ttl)
+
+
+# namespaces
+
+
+def test_no_hit_crosses_namespaces_in_any_tier(tmp_path: Path) -> None:
+    """The timing side channel: a cached text of one namespace must not make a request of another any cheaper."""
+    with make_runtime(store=tmp_path) as rt:
+        mine = rt.add_chunks(TEXTS[:3], namespace="mine")
+        first = rt.generate("Q", mine, namespace="mine", sampling=SHORT).receipt
+        assert used(rt, mine, namespace="mine") == ["host"] * 3
+        yours = rt.add_chunks(TEXTS[:3], namespace="yours")
+        assert not set(mine) & set(yours)
+        assert reasons(rt, yours, of="yours") == ["other namespace"] * 3
+        receipt = rt.generate("Q", yours, namespace="yours", sampling=SHORT).receipt
+        assert [use.tier for use in receipt.chunks][1:] == ["encoded"] * 3
+        assert receipt.tokens_encoded == sum(use.length for use in first.chunks[1:])
+    # after a restart: what is on disk for one of them
+    with make_runtime(store=tmp_path) as rt:
+        rt.delete(yours, namespace="yours")
+        assert rt.add_chunks(TEXTS[:3], namespace="yours") == yours
+        assert used(rt, yours, namespace="yours") == ["encoded"] * 3
+        assert used(rt, mine, namespace="mine") == ["disk"] * 3
+        # nor do documents: a question finds, and loads, only its own
+        rt.add_documents(TEXTS[:3], namespace="third")
+        receipt = rt.query("foxes", k=3, namespace="third", sampling=SHORT).receipt
+        assert not {use.chunk_id for use in receipt.chunks} & {*mine, *yours}
+
+
+def test_managing_the_cache_takes_the_namespace_of_the_chunks(runtime: Runtime) -> None:
+    (mine,) = runtime.add_chunks(["a shared sentence"], namespace="mine")
+    for call in (runtime.pin, runtime.unpin, runtime.prefetch, runtime.warm):
+        for namespace in (None, "yours"):
+            with pytest.raises(UnknownChunkError, match="no chunk"):
+                call([mine], namespace=namespace)
+    for namespace in (None, "yours"):
+        with pytest.raises(UnknownChunkError, match="no chunk"):
+            runtime.chunk(mine, namespace=namespace)
+    assert runtime.chunk(mine, namespace="mine").namespace == "mine"
+    assert runtime.prefetch([mine], namespace="mine") == 1
+    runtime.pin([mine], namespace="mine")
+    runtime.unpin([mine], namespace="mine")
+    layout = runtime.layout("Q", [mine], namespace="mine")
+    assert [e.reason for e in runtime.explain(layout, namespace="yours")] == ["in memory", "other namespace"]
+    assert [e.hit for e in runtime.explain(layout, namespace="mine")] == [True, True]
+
+
+# quotas
+
+
+def test_a_quota_makes_a_namespace_evict_its_own_chunks_only() -> None:
+    counts, _, page = sizes(TEXTS)
+    (size,) = set(counts)
+    with make_runtime(quotas={"small": 2 * size * page}) as rt:
+        others = rt.add_chunks(TEXTS)
+        rt.prefetch(others)
+        small = rt.add_chunks(TEXTS, namespace="small")
+        for chunk_id in small:
+            assert used(rt, [chunk_id], namespace="small") == ["encoded"]
+            assert rt.check() == []
+        assert reasons(rt, others) == ["in memory"] * len(others)
+        kept = [r == "in memory" for r in reasons(rt, small, of="small")]
+        assert kept == [False] * 6 + [True] * 2
+        with pytest.raises(CacheFullError, match="quota of namespace 'small'"):
+            rt.generate("Q", small[:3], namespace="small", sampling=SHORT)
+        assert used(rt, others[:3]) == ["host"] * 3
+        assert rt.prefetch(small, namespace="small") == 2
+        rt.pin(small[:1], namespace="small")
+        with pytest.raises(CacheFullError):
+            rt.pin(small, namespace="small")
+        with pytest.raises(CacheFullError, match="pinned"):
+            rt.generate("Q", small[1:3], namespace="small", sampling=SHORT)
+        assert used(rt, small[1:2], namespace="small") != []
+        rt.add_documents(TEXTS, namespace="small")  # stops at the quota instead of failing
+        assert rt.check() == []
+
+
+@pytest.mark.parametrize("quotas", [{"a": 0}, {"a": 1.5}, {"a": True}, {5: 100}, [("a", 1)], {"a": 10}])
+def test_quotas_that_are_none(quotas: Any) -> None:
+    with pytest.raises((ConfigError), match=r"quotas|namespace"):
+        make_runtime(quotas=quotas)
+
+
+# the warm list
+
+
+def test_a_warm_list_is_loaded_whenever_the_store_is_opened(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path) as rt:
+        ids = rt.add_chunks(TEXTS[:4])
+        other = rt.add_chunks(TEXTS[:1], namespace="n")
+        assert rt.warm(ids[:2]) == 2
+        assert rt.warm(other, namespace="n") == 1
+        rt.prefetch(ids)
+    with make_runtime(store=tmp_path) as rt:
+        rt._engine.call(lambda: None).result()
+        while rt._engine.call(lambda: bool(rt._engine.residency.jobs)).result():
+            pass
+        assert reasons(rt, ids) == ["in memory", "in memory", "on disk", "on disk"]
+        assert reasons(rt, other, of="n") == ["in memory"]
+        assert rt.stats.tokens_encoded == 0
+        rt.delete(ids[:1])
+        assert rt.warm([], namespace="n") == 0
+    with make_runtime(store=tmp_path) as rt:
+        while rt._engine.call(lambda: bool(rt._engine.residency.jobs)).result():
+            pass
+        assert reasons(rt, other, of="n") == ["on disk"]
+        assert reasons(rt, ids[1:2]) == ["in memory"]
+    (tmp_path / "warm.json").write_text("[1")
+    make_runtime(store=tmp_path).close()
+    with make_runtime() as rt, pytest.raises(ConfigError, match="store"):
+        rt.warm([])
+
+
+def test_a_warm_list_that_cannot_be_written(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path) as rt:
+        ids = rt.add_chunks(TEXTS[:1])
+        (tmp_path / "warm.json").mkdir()
+        with pytest.raises(StoreError, match="warm list"):
+            rt.warm(ids)
+
+
+# explanations
+
+
+def test_every_reason_is_told(tmp_path: Path) -> None:
+    counts, besides, page = sizes(TEXTS)
+    with make_runtime(cache_bytes=(besides + 3 * max(counts)) * page, ttl=100) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        ids = rt.add_chunks(TEXTS)
+        layout = rt.layout("Q", ids)
+        (prefix, *told) = rt.explain(layout)
+        assert (prefix.hit, prefix.reason, prefix.tier) == (True, "in memory", "host")
+        assert [(e.hit, e.reason, e.tier) for e in told] == [(False, "never seen", None)] * len(ids)
+        assert [e.offset for e in told] == list(layout.offsets[1:])
+        used(rt, ids[:2])
+        assert [(e.hit, e.reason, e.tier) for e in rt.explain(layout)[1:3]] == [(True, "in memory", "host")] * 2
+        used(rt, ids[2:5])
+        assert [e.reason for e in rt.explain(layout)[1:]] == ["evicted"] * 2 + ["in memory"] * 3 + ["never seen"] * 3
+        clock.now += 101
+        assert [e.reason for e in rt.explain(layout)[3:6]] == ["expired"] * 3
+        used(rt, ids[2:3])
+        rt.delete(ids[2:3])
+        assert rt.explain(layout)[3].reason == "deleted"
+        with make_runtime(prefix="Another opening.") as other:
+            foreign = other.layout("Q", other.add_chunks(TEXTS[:1]))
+            assert [e.reason for e in rt.explain(foreign)] == ["other prefix"] * len(foreign.segments)
+        with make_runtime(seed=5) as other:
+            foreign = other.layout("Q", other.add_chunks(TEXTS[:1]))
+            assert [e.reason for e in rt.explain(foreign)] == ["other model"] * 2
+        with make_runtime(seed=5, prefix="none") as other, make_runtime(prefix="none") as bare:
+            foreign = other.layout("Q", other.add_chunks(TEXTS[:1]))
+            assert [e.reason for e in bare.explain(foreign)] == ["other model"]
+
+
+def test_disk_and_quarantine_are_told(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path) as rt:
+        ids = rt.add_chunks(TEXTS[:3])
+        used(rt, ids)
+    with make_runtime(store=tmp_path) as rt:
+        assert [(e.hit, e.tier) for e in rt.explain(rt.layout("Q", ids))][1:] == [(True, "disk")] * 3
+        records = rt._parts.records
+        assert records is not None
+        records.path(ids[0]).write_bytes(b"broken")
+        assert rt.check_store() != []
+        assert reasons(rt, ids) == ["quarantined", "on disk", "on disk"]
+        rates = rt._engine.cache.rates
+        for _ in range(20):
+            rates.loaded("disk", 1, 10.0)
+            rates._encode.add(10, 0.001)
+        told = rt.explain(rt.layout("Q", ids))[2]
+        assert (told.hit, told.tier, told.reason) == (False, "disk", "computing is faster")
+        assert used(rt, ids) == ["encoded"] * 3
+        assert reasons(rt, ids) == ["in memory"] * 3
+
+
+def test_what_is_remembered_of_chunks_that_left_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazy_rag.cache.REMEMBERED", 3)
+    with make_runtime() as rt:
+        ids = rt.add_chunks(TEXTS)
+        rt.prefetch(ids)
+        layout = rt.layout("Q", ids)
+        for chunk_id in ids:
+            rt._engine.call(lambda chunk_id=chunk_id: rt._engine.cache.discard(chunk_id)).result()
+        assert [e.reason for e in rt.explain(layout)[1:]] == ["never seen"] * 5 + ["deleted"] * 3
+        assert rt.check() == []
