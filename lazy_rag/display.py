@@ -8,6 +8,7 @@ takes the page's own colour, so that both light and dark pages work.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -97,7 +98,7 @@ def layout_html(layout: PromptLayout) -> str:
 def answer_html(answer: Answer) -> str:
     """An answer with its offset bar, its sources and its receipt."""
     return _page(
-        f'<div class="lr-text">{escape(_capped(answer.text))}</div>',
+        f'<div class="lr-text">{escape(_capped(answer.text or _calls(answer)))}</div>',
         _bar(_parts(answer.layout, answer.receipt.chunks, answer.sources)),
         _facts(_receipt_facts(answer.receipt, answer.finish_reason)),
         _table(answer),
@@ -175,6 +176,7 @@ def _stats_blocks(stats: Stats) -> list[str]:
 def _token_shares(counts: Receipt | Stats) -> list[tuple[str, float, str]]:
     return [
         ("reused", counts.tokens_reused, "#1d7a55"),
+        ("of earlier live text", counts.tokens_history, "#1f6fb2"),
         ("encoded", counts.tokens_encoded, "#b3541e"),
         ("live", counts.tokens_live, _GREY),
     ]
@@ -215,6 +217,10 @@ def _bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def _calls(answer: Answer) -> str:
+    return "\n".join(f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in answer.tool_calls)
 
 
 def _page(*blocks: str) -> str:

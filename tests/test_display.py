@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, LayoutBuilder, PromptLayout
 from lazy_rag.requests import ChunkUse, Times
 from lazy_rag.stats import Stats
+from lazy_rag.tools import ToolCall
 
 HOSTILE = "</div></style><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;"
 ALLOWED = {
@@ -172,6 +174,12 @@ def test_hostile_text_stays_text() -> None:
         assert html.count("<style>") == html.count("</style>") == 1
         assert {tag for tag, _ in checker.tags} <= ALLOWED
     assert HOSTILE in texts(parse(answer_html(made)))
+
+
+def test_calls_are_shown_where_there_is_no_text() -> None:
+    calls = (ToolCall("add", {"a": 1, "b": "<i>é"}), ToolCall("stop", {}))
+    checker = parse(answer_html(replace(answer(layout(), ""), tool_calls=calls)))
+    assert ("div", 'add({"a": 1, "b": "<i>é"})\nstop({})') in checker.texts
 
 
 def test_long_texts_are_cut_and_say_so() -> None:

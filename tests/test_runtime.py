@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lazy_rag import ChunkRange, LayoutBuilder, Live, Message, Runtime, SamplingParams
+from lazy_rag import Answer, ChunkRange, LayoutBuilder, Live, Message, Runtime, SamplingParams
 from lazy_rag.errors import (
     CacheFullError,
     ConfigError,
@@ -74,6 +74,25 @@ def test_sources_vectors_and_search_by_vector(runtime: Runtime) -> None:
     assert [s.document_id for s in runtime.find()] == ["b", "c"]
     with pytest.raises(ConfigError, match="takes a list"):
         runtime.find(ids="a")
+
+
+def test_chat_layout_is_the_prompt_of_chat(runtime: Runtime) -> None:
+    ids = runtime.add_chunks(TEXTS[:2])
+    messages = [{"role": "system", "content": TEXTS[0]}, {"role": "user", "content": "Which colour?"}]
+    layout = runtime.chat_layout(messages, ids[1:], anchor=True)
+    answer = runtime.chat(messages, ids[1:], anchor=True, sampling=SHORT)
+    assert isinstance(answer, Answer)
+    assert answer.layout.items == layout.items
+    assert [s.chunk_id for s in layout.segments] == ids
+
+
+def test_a_runtime_says_what_it_is(runtime: Runtime) -> None:
+    assert (runtime.max_context, runtime.closed) == (4096, False)
+    assert runtime.about()["embedder"] == "words"
+    assert "float32" in repr(runtime) and "open" in repr(runtime)
+    with make_runtime() as other:
+        pass
+    assert other.closed and "closed" in repr(other)
 
 
 def page_checksums(runtime: Runtime) -> dict[str, str]:

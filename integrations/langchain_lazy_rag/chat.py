@@ -35,9 +35,10 @@ _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 class ChatLazyRAG(BaseChatModel):
     """A runtime's model as a LangChain chat model.
 
-    Texts of the runtime's chunks that stand verbatim in a message, whatever chain put them there, come from the cache;
-    so do `{"type": "text-plain", "id": ..., "text": ...}` blocks that name a document. What came from it is in
-    `usage_metadata["input_token_details"]`: `cache_read` (found) and `cache_creation` (computed for the cache).
+    Texts of the runtime's chunks that stand verbatim in a message, whatever chain put them there, come from the cache.
+    So do `{"type": "text-plain", "text": ...}` blocks and the documents in a `ToolMessage`'s artifact, also those of
+    another store. `usage_metadata["input_token_details"]` counts what was found (`cache_read`: chunks, and live text
+    that an earlier request left) and what was computed for the cache (`cache_creation`).
 
     Args:
         runtime: a live runtime; or give `model`, and one is made (or shared) when it is first needed.
@@ -127,7 +128,7 @@ class ChatLazyRAG(BaseChatModel):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Length of the prompt these messages make, with everything the chat template adds."""
         runtime = self.get_runtime()
-        turns = to_messages(messages, runtime, self.namespace)
+        turns = to_messages(messages, runtime, self.namespace, anchor=self.anchor)
         described = [convert_to_openai_tool(tool) for tool in tools or ()]
         return len(runtime.chat_layout(turns, anchor=self.anchor, namespace=self.namespace, tools=described))
 
@@ -235,7 +236,8 @@ class ChatLazyRAG(BaseChatModel):
         options = {name: kwargs.get(name, getattr(self, name)) for name in _REQUEST}
         options |= {name: kwargs[name] for name in _TOOLS if name in kwargs}
         runtime = self.get_runtime()
-        return runtime, to_messages(messages, runtime, options["namespace"]), {**options, "sampling": sampling}
+        turns = to_messages(messages, runtime, options["namespace"], anchor=options["anchor"])
+        return runtime, turns, {**options, "sampling": sampling}
 
     @contextmanager
     def _cancelled_in_time(self, cancel: Callable[[], None]) -> Iterator[threading.Event]:

@@ -1,10 +1,11 @@
-"""LangChain messages as the runtime's: text, chunks named by id, tool calls and their results."""
+"""LangChain messages as the runtime's: text, chunks, tool calls and their results."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -16,6 +17,7 @@ from langchain_core.messages import (
 )
 
 from lazy_rag import ChunkRange, LazyRAGError, Message, Runtime, ToolCall
+from lazy_rag.keys import ChunkId
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant"}
 _ROLES |= {"ai": "assistant", "tool": "tool"}
@@ -25,12 +27,26 @@ _SKIPPED = frozenset(("tool_use", "tool_call", "tool_call_chunk", "invalid_tool_
 Piece = str | ChunkRange
 
 
-def to_messages(messages: Sequence[BaseMessage], runtime: Runtime, namespace: str | None) -> list[Message]:
-    """The runtime's messages. Raises LazyRAGError for pictures, sound and other content that is no text."""
-    pieces = [_pieces(message.content) for message in messages]
-    blocks = [piece for parts in pieces for piece in parts if isinstance(piece, Mapping)]
-    chunks = _chunks_of(blocks, runtime, namespace)
-    return [_message(message, parts, chunks) for message, parts in zip(messages, pieces, strict=True)]
+def to_messages(
+    messages: Sequence[BaseMessage], runtime: Runtime, namespace: str | None, *, anchor: bool
+) -> list[Message]:
+    """The runtime's messages. Texts of "text-plain" blocks are chunks, whichever store they come from; with `anchor`
+    so are those of the documents in a tool's artifact, to be found where they stand in its text.
+
+    Raises LazyRAGError for pictures, sound and other content that is no text.
+    """
+    contents = [_pieces(message.content) for message in messages]
+    blocks = [piece["text"] for pieces in contents for piece in pieces if isinstance(piece, Mapping)]
+    named = dict.fromkeys(text.strip() for text in (*blocks, *(_artifacts(messages) if anchor else ())) if text.strip())
+    chunks = dict(zip(named, runtime.remember(list(named), namespace=namespace), strict=True)) if named else {}
+    return [_message(message, pieces, chunks) for message, pieces in zip(messages, contents, strict=True)]
+
+
+def _artifacts(messages: Sequence[BaseMessage]) -> list[str]:
+    """Texts of the documents that tools returned beside their text."""
+    artifacts = [message.artifact for message in messages if isinstance(message, ToolMessage)]
+    listed = [artifact for artifact in artifacts if isinstance(artifact, list | tuple)]
+    return [item.page_content for artifact in listed for item in artifact if isinstance(item, Document)]
 
 
 def _pieces(content: str | Sequence[Any]) -> list[str | Mapping[str, Any]]:
@@ -52,39 +68,22 @@ def _pieces(content: str | Sequence[Any]) -> list[str | Mapping[str, Any]]:
     return found
 
 
-def _chunks_of(
-    blocks: Sequence[Mapping[str, Any]], runtime: Runtime, namespace: str | None
-) -> dict[tuple[str, str], str]:
-    """Chunk id by (id, text) of the blocks whose document or chunk the runtime holds with this very text."""
-    ids = list(dict.fromkeys(block["id"] for block in blocks if block.get("id")))
-    if not ids:
-        return {}
-    found = {}
-    for source in runtime.find(ids=ids, namespace=namespace):
-        for name in (source.document_id, source.chunk_id):
-            found[str(name), source.text] = str(source.chunk_id)
-    return found
-
-
-def _content(parts: Sequence[str | Mapping[str, Any]], chunks: Mapping[tuple[str, str], str]) -> str | list[Piece]:
+def _content(parts: Sequence[str | Mapping[str, Any]], chunks: Mapping[str, ChunkId]) -> str | list[Piece]:
     pieces: list[Piece] = []
     for part in parts:
         if isinstance(part, str):
             pieces.append(part)
             continue
-        text = part["text"].strip()
-        chunk_id = chunks.get((str(part.get("id")), text))
         if part.get("title"):
             pieces.append(f"{part['title']}\n")
-        # one that is not known goes in as text, and is found there if it is a chunk under another name
-        pieces.append(f"{text}\n\n" if chunk_id is None else ChunkRange(chunk_id))  # type: ignore[arg-type]
+        chunk_id = chunks.get(part["text"].strip())
+        if chunk_id is not None:  # else it has no text
+            pieces.append(ChunkRange(chunk_id))
     texts = [piece for piece in pieces if isinstance(piece, str)]
     return "".join(texts) if len(texts) == len(pieces) else pieces
 
 
-def _message(
-    message: BaseMessage, parts: Sequence[str | Mapping[str, Any]], chunks: Mapping[tuple[str, str], str]
-) -> Message:
+def _message(message: BaseMessage, parts: Sequence[str | Mapping[str, Any]], chunks: Mapping[str, ChunkId]) -> Message:
     content: Any = _content(parts, chunks)
     if isinstance(message, SystemMessage):
         return Message("system", content)

@@ -68,6 +68,11 @@ def details(message: Any) -> tuple[int, int, int]:
     return message.usage_metadata["input_tokens"], found["cache_read"], found["cache_creation"]
 
 
+def found_tokens(message: Any) -> int:
+    """Prompt tokens of chunks whose KV was found."""
+    return sum(c["tokens"] for c in message.response_metadata["chunks"] if c["tier"] != "encoded")
+
+
 def joined(pieces: list[Any]) -> Any:
     full = pieces[0]
     for piece in pieces[1:]:
@@ -116,10 +121,13 @@ async def test_a_stock_chain_is_served_from_the_cache(store: LazyRAGVectorStore,
     prefix = len(rt.prefix.token_ids) if rt.prefix is not None else 0
     held = sum(lengths.values())
     assert details(first)[1:] == (prefix, held)
+    assert found_tokens(first) == prefix
     assert {chunk_id for chunk_id, tier in chunks(first) if tier == "encoded"} == ids
     for message in await run_each_way(chain, "How high is the tower?"):
         assert message.text == first.text
-        assert details(message) == (details(first)[0], prefix + held, 0)
+        assert found_tokens(message) == prefix + held
+        assert details(message)[0] == details(first)[0] and details(message)[2] == 0
+        assert prefix + held <= details(message)[1] < details(message)[0]
         assert [chunk_id for chunk_id, _ in chunks(message)] == [chunk_id for chunk_id, _ in chunks(first)]
     assert separator > 0 and details(first)[0] > prefix + held
 
@@ -194,30 +202,53 @@ def test_documents_named_by_id_are_chunks(store: LazyRAGVectorStore, model: Chat
     ]
 
 
-def test_a_deleted_document_is_text_again(store: LazyRAGVectorStore, model: ChatLazyRAG) -> None:
+def test_a_deleted_document_in_an_old_message_does_not_come_back(store: LazyRAGVectorStore, model: ChatLazyRAG) -> None:
     documents = store.get_by_ids(["tower"])
     store.delete(["tower"])
     message = model.invoke([HumanMessage(content=[*context_blocks(documents), "How high?"])])
     rt = store.runtime
-    assert rt.last_answer is not None and rt.last_answer.sources == ()
-    assert TEXTS[0] in rt.tokenizer.decode(rt.last_answer.layout.token_ids())
-    assert details(message)[2] == 0
+    assert TEXTS[0] in rt.tokenizer.decode(rt.last_answer.layout.token_ids())  # type: ignore[union-attr]
+    assert [tier for _, tier in chunks(message)][-1] == "encoded"
     assert [s.document_id for s in rt.find()] == ["bridge", "market"]
+    assert TEXTS[0] not in [document.page_content for document in store.similarity_search("tower", k=9)]
+
+
+async def test_documents_of_another_store_are_chunks_too(rt: Runtime, model: ChatLazyRAG) -> None:
+    from langchain_core.embeddings import DeterministicFakeEmbedding
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    foreign = InMemoryVectorStore.from_texts(TEXTS, DeterministicFakeEmbedding(size=8))
+    chain = create_lazy_rag_chain(model, foreign.as_retriever(search_kwargs={"k": 3}))
+    first = chain.invoke({"input": "How high?"})
+    assert rt.last_answer is not None
+    assert {use.tier for use in rt.last_answer.receipt.chunks[1:]} == {"encoded"}
+    for result in await run_each_way(chain, {"input": "How high?"}):
+        assert result["answer"] == first["answer"]
+        assert rt.last_answer.receipt.reuse == 1 and len(rt.last_answer.receipt.chunks) == 4
+    assert rt.find() == []
 
 
 # agents: the documented retrieval tool
 
 
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
 async def test_what_a_retrieval_tool_returns_is_served_from_the_cache(
-    store: LazyRAGVectorStore, model: ChatLazyRAG
+    rt: Runtime, model: ChatLazyRAG, place: str
 ) -> None:
+    from langchain_core.embeddings import DeterministicFakeEmbedding
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    store: Any = LazyRAGVectorStore(rt)
+    if place == "elsewhere":
+        store = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
+    store.add_texts(TEXTS)
+
     @tool(response_format="content_and_artifact")
     def retrieve(query: str) -> tuple[str, list[Document]]:
         """Find pages about Amble."""
         found = store.similarity_search(query, k=2)
         return "\n\n".join(f"Source: {d.metadata}\nContent: {d.page_content}" for d in found), found
 
-    store.runtime.prefetch([source.chunk_id for source in store.runtime.find()])
     forced = model.bind_tools([retrieve], tool_choice="any", parallel_tool_calls=False)
     messages: list[Any] = [HumanMessage("How high is the tower of Amble?")]
     call = forced.bind(max_tokens=60).invoke(messages)
@@ -227,9 +258,10 @@ async def test_what_a_retrieval_tool_returns_is_served_from_the_cache(
     result = retrieve.invoke(call.tool_calls[0])
     assert isinstance(result, ToolMessage) and len(result.artifact) == 2
     final = model.bind_tools([retrieve], tool_choice="none")
+    final.invoke([*messages, call, result])
     for message in await run_each_way(final, [*messages, call, result]):
         assert message.tool_calls == []
-        found = {source.text for source in store.runtime.last_answer.sources}  # type: ignore[union-attr]
+        found = {source.text for source in rt.last_answer.sources}  # type: ignore[union-attr]
         assert found == {document.page_content for document in result.artifact}
         assert details(message)[2] == 0
         assert sum(tier != "encoded" for _, tier in chunks(message)) >= 2
