@@ -190,25 +190,39 @@ class Executor:
         self._graphs, self._tables = [], None
 
     def _warm_eager(self, encode_tokens: int) -> None:
-        """Steps of sizes that between them use every tile shape; their pages are given back."""
+        """Steps of sizes that between them use every tile shape, with few rows in all and with so many that the merge
+        fills the device; their pages are given back."""
+        from lazy_rag_kernels.triton_schedule import device_limits
+
+        full = device_limits(self._model.device).multiprocessors // min(self._model.query_heads) + 1
         rows = 1
         while rows <= min(encode_tokens, 512):
             for length in (1, 16) if rows == 1 else (rows,):
-                pages = self._pool.allocate(self._pool.pages_for(length) + 1)
-                if pages is None:
-                    return
-                # one cached key, as a prefix would be: with it, whole runs take the join with the library's attention
-                seen = PlacedSegment(pages[-1:], 1, 0, 0)
-                sequence = TokenSequence([0] * length, list(range(1, length + 1)), (seen,), pages[:-1], length - rows)
-                self._pool.clear(pages[-1])
-                try:
-                    part = Part(sequence, rows)
-                    self.run([part], [(part, self._pool.num_pages)])
-                finally:
-                    for page in pages:
-                        self._pool.clear(page)
-                    self._pool.free(pages)
+                for sequences in sorted({1, min(-(-full // rows), encode_tokens // rows)}):
+                    self._warm_step(sequences, length, rows)
             rows *= 2
+
+    def _warm_step(self, sequences: int, length: int, rows: int) -> None:
+        """The last `rows` rows of so many sequences of one length; does nothing when the pool has no room."""
+        each = self._pool.pages_for(length)
+        pages = self._pool.allocate(sequences * each + 1)
+        if pages is None:
+            return
+        # one cached key, as a prefix would be: with it, whole runs take the join with the library's attention
+        seen = PlacedSegment(pages[-1:], 1, 0, 0)
+        self._pool.clear(pages[-1])
+        parts = []
+        for i in range(sequences):
+            own = pages[i * each : (i + 1) * each]
+            parts.append(
+                Part(TokenSequence([0] * length, list(range(1, length + 1)), (seen,), own, length - rows), rows)
+            )
+        try:
+            self.run(parts, [(parts[0], self._pool.num_pages)])
+        finally:
+            for page in pages:
+                self._pool.clear(page)
+            self._pool.free(pages)
 
     def _body(self, chosen: BucketPlan) -> Logits:
         plan, tables = chosen.plan, self._tables

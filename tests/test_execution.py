@@ -21,8 +21,8 @@ from tests.tiny_models import tiny_model
 
 pytest.importorskip("triton")
 
-from lazy_rag_kernels import triton_static
-from lazy_rag_kernels.triton_schedule import DeviceLimits
+from lazy_rag_kernels import triton_schedule, triton_static
+from lazy_rag_kernels.triton_schedule import DeviceLimits, HeadShape, tile_shape
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -36,7 +36,8 @@ def few_buckets() -> Iterator[None]:
         patch.setattr(execution, "LIVE_BUCKETS", (32,))
         patch.setattr(execution, "MOST_SEGMENTS", 32)
         if not GPU:  # interpreted programs are slow, also those without work
-            patch.setattr(triton_static, "device_limits", lambda device: DeviceLimits(2, 99 << 10))
+            for module in (triton_static, triton_schedule):
+                patch.setattr(module, "device_limits", lambda device: DeviceLimits(2, 99 << 10))
         yield
 
 
@@ -47,10 +48,10 @@ def runtime(few_buckets: None) -> Iterator[Runtime]:
         yield made
 
 
-def warm(runtime: Runtime) -> None:
+def warm(runtime: Runtime, rows: int = 32) -> None:
     engine = runtime._engine
     if not engine.executor._graphs:
-        engine.call(lambda: engine.executor.warm(encode_tokens=64, capture=GPU)).result()
+        engine.call(lambda: engine.executor.warm(encode_tokens=rows, capture=GPU)).result()
     assert engine.executor._graphs
 
 
@@ -75,10 +76,10 @@ def test_answers_are_exact(runtime: Runtime) -> None:
 def test_requests_that_share_steps_get_their_solo_answers(runtime: Runtime) -> None:
     made = layouts(runtime, 4, seed=1)
     sampling = [
-        SamplingParams(max_tokens=3, temperature=0, ignore_eos=True),
-        SamplingParams(max_tokens=4, temperature=1.0, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=2, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=3, temperature=1.0, seed=3, ignore_eos=True),
         SamplingParams(max_tokens=1, temperature=0, logprobs=True, ignore_eos=True),
-        SamplingParams(max_tokens=3, temperature=0, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(max_tokens=2, temperature=0, repetition_penalty=1.3, ignore_eos=True),
     ]
     wanted = [sampling[i % 4] for i in range(len(made))]
     alone = [runtime.generate(layout, sampling=s).text for layout, s in zip(made, wanted, strict=True)]
@@ -160,6 +161,26 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch: pytest.Monkey
         assert engine.executor.replays == 0
 
 
+def test_warming_meets_every_variant_of_the_merge_kernel(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled anew for another height of the row tiles, and for steps that fill the device: those of many short
+    sequences, say, which no graph holds."""
+    executor, limits, most = runtime._engine.executor, DeviceLimits(132, 227 << 10), 2048
+    heads, kv_heads = executor._model.query_heads[0], executor._model.kv_shapes[0].heads
+    shape = HeadShape(heads // kv_heads, kv_heads, 64, 64, 2)
+    warmed: set[tuple[int, int]] = set()
+    monkeypatch.setattr(triton_schedule, "device_limits", lambda device: limits)
+    monkeypatch.setattr(executor, "_warm_step", lambda sequences, length, rows: warmed.add((sequences, rows)))
+    executor._warm_eager(most)
+
+    def variant(sequences: int, rows: int) -> tuple[int, bool]:
+        return tile_shape(rows, shape, limits).block_m, sequences * rows * heads <= limits.multiprocessors
+
+    possible = {variant(s, r) for s in range(1, 200) for r in range(1, 600) if s * r <= most}
+    assert len(possible) >= 6
+    assert {variant(*step) for step in warmed} == possible
+    assert all(s * r <= most for s, r in warmed)
+
+
 @pytest.mark.gpu
 def test_a_graph_gives_what_its_work_gives_eagerly_bit_for_bit(runtime: Runtime) -> None:
     engine = runtime._engine
@@ -167,11 +188,11 @@ def test_a_graph_gives_what_its_work_gives_eagerly_bit_for_bit(runtime: Runtime)
     replays = engine.executor.replays
     captured = [runtime.next_token_logits(layout) for layout in made]
     assert engine.executor.replays > replays
-    engine.call(lambda: engine.executor.warm(encode_tokens=64, capture=False)).result()
+    engine.call(lambda: engine.executor.warm(encode_tokens=32, capture=False)).result()
     try:
         eager = [runtime.next_token_logits(layout) for layout in made]
     finally:
-        engine.call(lambda: engine.executor.warm(encode_tokens=64)).result()
+        engine.call(lambda: engine.executor.warm(encode_tokens=32)).result()
     assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
 
