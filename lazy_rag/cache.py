@@ -49,6 +49,7 @@ class CachedChunk:
     pinned_until: float = -math.inf
     born: float = 0.0
     leases: int = 0
+    promoted_from: str | None = None  # brought here for a request still being prepared, whose receipt will say so
 
     def __post_init__(self) -> None:
         self.page_ids = np.asarray(self.pages, dtype=np.int32)

@@ -69,7 +69,10 @@ class Residency:
         return encoding.entry
 
     def tier(self, entry: CachedChunk) -> str:
-        return self.pool_tier if entry.published else self.encodings[entry.chunk.id].source
+        """Where a request that is being admitted finds a chunk. What was promoted comes, for the first one to ask, from
+        where it was."""
+        source, entry.promoted_from = entry.promoted_from, None
+        return (source or self.pool_tier) if entry.published else self.encodings[entry.chunk.id].source
 
     @property
     def only_waits(self) -> bool:
@@ -111,6 +114,8 @@ class Residency:
             return  # the engine has given everything up
         if born is None:
             encoding.sequence = self._sequence(encoding.entry)
+            if encoding.entry.promoted_from is not None:
+                encoding.entry.promoted_from = "encoded"
             for request in encoding.waiters:
                 request.uses = self._counters.missed(request.uses, chunk.id, encoding.source)
             encoding.source = "encoded"
@@ -152,7 +157,8 @@ class Residency:
                     pages = self._cache.allocate(self._pool.pages_for(len(chunk)), [chunk])
                     if pages is None:
                         return
-                    self.fill(self._cache.begin(chunk, pages))
+                    entry = self._cache.begin(chunk, pages)
+                    entry.promoted_from = self.fill(entry)
         finally:
             for entry in here:  # they were leased so that the others do not push them out
                 self._cache.release(entry)

@@ -411,8 +411,34 @@ def test_a_question_starts_promotion_before_its_prompt_is_laid_out(monkeypatch: 
         answer = rt.query(TEXTS[0], k=1, sampling=SHORT)
         assert answer.sources[0].chunk_id == ids[0]
         assert seen == [True]
-        assert answer.receipt.tokens_encoded == 0
+        assert answer.receipt.chunks[1].tier == "host", "it came from there for this request"
+        assert rt.query(TEXTS[0], k=1, sampling=SHORT).receipt.chunks[1].tier == "gpu"
         assert rt.check() == []
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_promoted_chunk_is_told_as_what_it_was_for_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: bool
+) -> None:
+    """By the time the request was admitted its chunk lay in memory, and the receipt called that a hit there."""
+    with make_runtime(store=tmp_path) as rt:
+        ids = rt.add_chunks(TEXTS)
+        rt.prefetch(ids)
+    with make_runtime(store=tmp_path) as rt:
+        if bad:
+            assert rt._parts.records is not None
+            rt._parts.records.path(ids[0]).write_bytes(b"bad")
+        lay_out = rt._parts.assembler.layout
+
+        def late(*arguments: Any, **options: Any) -> Any:
+            while not rt._engine.call(lambda: ids[0] in rt._engine.cache).result():
+                pass
+            return lay_out(*arguments, **options)
+
+        monkeypatch.setattr(rt._parts.assembler, "layout", late)
+        assert rt.query(TEXTS[0], k=1, sampling=SHORT).receipt.chunks[1].tier == ("encoded" if bad else "disk")
+        assert rt.stats.chunk_misses == bad
+        assert rt.query(TEXTS[0], k=1, sampling=SHORT).receipt.chunks[1].tier == "host"
 
 
 def test_what_is_on_its_way_to_disk_is_served_and_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
