@@ -12,7 +12,7 @@ demo: $(VENV)/.ready
 	$(bin)/python examples/demo.py
 
 test: $(VENV)/.ready-test
-	$(bin)/python -m pytest
+	$(bin)/python -m pytest -n 2 --dist loadfile
 
 # what takes too long for every run: ten thousand requests, and processes killed while they write a store
 stress: $(VENV)/.ready-test

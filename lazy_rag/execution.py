@@ -21,12 +21,14 @@ from lazy_rag_kernels import write_positions
 from lazy_rag_kernels.tuned import tuning
 from torch import Tensor
 
+from lazy_rag import projections
 from lazy_rag.model import LanguageModel, Step
 from lazy_rag.plan import Part, PlacedSegment, StepTables, build_plan, collect, to_device
 from lazy_rag.plan import Sequence as TokenSequence
 from lazy_rag.pool import PagePool
 
 if TYPE_CHECKING:  # Triton is absent on machines that only run the reference
+    from lazy_rag_kernels.triton_schedule import HeadShape
     from lazy_rag_kernels.triton_static import BucketPlan, StaticTables
 
 _log = logging.getLogger(__name__)
@@ -143,7 +145,6 @@ class Executor:
             encode_tokens: most rows of a step.
             capture: False runs what would be captured eagerly, over the same tables: a graph's result, bit for bit.
         """
-        from lazy_rag_kernels.triton_schedule import HeadShape
         from lazy_rag_kernels.triton_static import Bucket, Capacity, StaticTables
 
         began = time.perf_counter()
@@ -154,14 +155,10 @@ class Executor:
         for n in LIVE_BUCKETS:
             if n <= most:
                 buckets += [Bucket(n, FEW_SEQUENCES, n), Bucket(n, min(n, LIVE_ASKED), n)]
-        heads = self._model.query_heads
         self._tables = StaticTables(
             buckets,
             Capacity(MOST_SEGMENTS, MOST_PAGES),
-            shapes={
-                HeadShape(heads[i] // s.heads, s.heads, s.k_dim, s.v_dim, self._pool.dtype.itemsize)
-                for i, s in enumerate(self._model.kv_shapes)
-            },
+            shapes=set(self._head_shapes()),
             strides=self._pool.row_strides,
             frequencies={name: len(f) for name, f in self._model.rope.inv_freq.items()},
             stored_positions=self._pool.positions,
@@ -190,17 +187,46 @@ class Executor:
         self._graphs, self._tables = [], None
 
     def _warm_eager(self, encode_tokens: int) -> None:
-        """Steps of sizes that between them use every tile shape, with few rows in all and with so many that the merge
-        fills the device; their pages are given back."""
-        from lazy_rag_kernels.triton_schedule import device_limits
+        """One small step for each variant of the kernels, or of a compiled model, that a step may need."""
+        for sequences, rows in self._variants(encode_tokens):
+            self._warm_step(sequences, rows, rows)
+            if rows == 1:
+                self._warm_step(sequences, 16, rows)  # behind earlier rows, as in decoding
 
-        full = device_limits(self._model.device).multiprocessors // min(self._model.query_heads) + 1
-        rows = 1
-        while rows <= min(encode_tokens, 512):
-            for length in (1, 16) if rows == 1 else (rows,):
-                for sequences in sorted({1, min(-(-full // rows), encode_tokens // rows)}):
-                    self._warm_step(sequences, length, rows)
-            rows *= 2
+    def _variants(self, most: int) -> Iterator[tuple[int, int]]:
+        """Numbers of sequences and of rows of each; together at most `most` rows."""
+        from lazy_rag_kernels.dense import MIN_ROWS
+        from lazy_rag_kernels.triton_schedule import device_limits, tile_shape
+
+        limits = device_limits(self._model.device)
+        shapes = set(self._head_shapes())
+        full = limits.multiprocessors // min(s.group * s.kv_heads for s in shapes) + 1
+        few = projections.FEW_ROWS
+        met = set()
+        for rows in (*range(1, min(most, max(few, MIN_ROWS)) + 1), min(most, few + 1)):
+            for sequences in sorted({1, max(1, min(-(-full // rows), most // rows))}):
+                total = sequences * rows
+                variant = (
+                    # heights of row tiles; whether the merge fills the device
+                    tuple(
+                        (tile_shape(rows, s, limits), total * s.group * s.kv_heads <= limits.multiprocessors)
+                        for s in shapes
+                    ),
+                    rows >= MIN_ROWS,  # the library's attention joins in
+                    total == 1,  # torch.compile takes a size of one for a constant
+                    total > few,  # projections are computed apart
+                )
+                if variant not in met:
+                    met.add(variant)
+                    yield sequences, rows
+
+    def _head_shapes(self) -> Iterator[HeadShape]:
+        """Of each layer."""
+        from lazy_rag_kernels.triton_schedule import HeadShape
+
+        size = self._pool.dtype.itemsize
+        for heads, kv in zip(self._model.query_heads, self._model.kv_shapes, strict=True):
+            yield HeadShape(heads // kv.heads, kv.heads, kv.k_dim, kv.v_dim, size)
 
     def _warm_step(self, sequences: int, length: int, rows: int) -> None:
         """The last `rows` rows of so many sequences of one length; does nothing when the pool has no room."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 # the largest bucket of live tokens; beyond, products fill the device alone
-_FEW_ROWS = 512
+FEW_ROWS = 512
 
 
 class _Product:
@@ -41,7 +41,7 @@ class _Product:
                 member.bias.data = self.bias.split(self.sizes)[place]
 
     def part(self, member: nn.Linear, place: int, x: Tensor) -> Tensor:
-        if x.numel() > _FEW_ROWS * x.shape[-1]:
+        if x.numel() > FEW_ROWS * x.shape[-1]:
             return functional.linear(x, member.weight, member.bias)
         if place == 0:
             self.input, self.parts = x, list(functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1))

@@ -8,6 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+# several workers share the cores; the variable is for processes that tests start
+threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 # read when huggingface_hub is imported: no test may wait for a network
 os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():

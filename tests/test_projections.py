@@ -99,7 +99,7 @@ def test_many_rows_are_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = Attention().double()
     few, many = torch.randn(1, 4, 8, dtype=torch.float64), torch.randn(1, 5, 8, dtype=torch.float64)
     want = attention(few), attention(many)
-    monkeypatch.setattr(projections, "_FEW_ROWS", 4)
+    monkeypatch.setattr(projections, "FEW_ROWS", 4)
     join([[attention.q, attention.k, attention.v]])
     for x, expected in zip((few, many), want, strict=True):
         torch.testing.assert_close(attention(x), expected, rtol=1e-12, atol=1e-12)

@@ -45,7 +45,7 @@ class ChunkCacheHitEvent(BaseEvent):
         return cls(
             chunk_ids=[use.chunk_id for use in uses],
             hits=[use.hit for use in uses],
-            cached_tokens=answer.receipt.tokens_reused,
+            cached_tokens=answer.usage["cached_tokens"],
             prefilled_tokens=answer.receipt.tokens_encoded + answer.receipt.tokens_live,
             ttft_ms=1000 * answer.receipt.times.first_token,
         )
