@@ -201,6 +201,7 @@ class Engine:
             if self._thread.is_alive():
                 self._thread.join()
             self.residency.tiers.close()
+            self.pool.close()  # not before: a chunk may still be on its way into it
 
     def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -233,7 +234,6 @@ class Engine:
                 self._closing = True
         self._fail_all(reason)
         self.executor.close()
-        self.pool.close()
 
     def _take_commands(self) -> bool:
         """Run queued commands; sleeps when there is nothing else to do. False at the end."""
