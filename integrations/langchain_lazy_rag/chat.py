@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from operator import itemgetter
 from typing import Any
 
@@ -46,7 +45,7 @@ class ChatLazyRAG(BaseChatModel):
         temperature, max_tokens, top_k, top_p, min_p, repetition_penalty, seed, stop: see `SamplingParams`; each can be
             given for one call too. Without a temperature the model's own default applies.
         anchor: look for chunks in the messages. `namespace`: whose. `repair`: see `Runtime`.
-        timeout: seconds from the call; an answer that is not complete by then is cancelled and LazyRAGError raised.
+        timeout: the `deadline` of a request: seconds after which it fails with DeadlineExceededError.
         max_retries, api_key: accepted, as every LangChain model does, and without use: nothing is sent anywhere.
 
     Tools and structured output are enforced by a grammar: arguments always follow their schema.
@@ -142,14 +141,7 @@ class ChatLazyRAG(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         runtime, turns, options = self._request(messages, stop, kwargs)
-        if self.timeout is None:
-            answer: Any = runtime.chat(turns, **options)
-        else:
-            stream: Any = runtime.chat(turns, stream=True, **options)
-            with self._cancelled_in_time(stream.close) as late:
-                for _ in stream:
-                    pass
-            answer = self._in_time(stream.answer, late)
+        answer: Any = runtime.chat(turns, **options)
         return ChatResult(generations=[ChatGeneration(message=self._ai_message(answer, options))])
 
     async def _agenerate(
@@ -160,11 +152,7 @@ class ChatLazyRAG(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         runtime, turns, options = await asyncio.to_thread(self._request, messages, stop, kwargs)
-        try:
-            async with asyncio.timeout(self.timeout):
-                answer: Any = await runtime.achat(turns, **options)
-        except TimeoutError as error:
-            raise self._too_late() from error
+        answer: Any = await runtime.achat(turns, **options)
         return ChatResult(generations=[ChatGeneration(message=self._ai_message(answer, options))])
 
     def _stream(
@@ -177,13 +165,12 @@ class ChatLazyRAG(BaseChatModel):
         runtime, turns, options = self._request(messages, stop, kwargs)
         stream: Any = runtime.chat(turns, stream=True, **options)
         try:
-            with self._cancelled_in_time(stream.close) as late:
-                for piece in stream:
-                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                    if run_manager is not None:
-                        run_manager.on_llm_new_token(piece, chunk=chunk)
-                    yield chunk
-            chunk = self._last_chunk(self._in_time(stream.answer, late), options)
+            for piece in stream:
+                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+            chunk = self._last_chunk(_complete(stream.answer), options)
             if run_manager is not None:
                 run_manager.on_llm_new_token("", chunk=chunk)
             yield chunk
@@ -198,22 +185,14 @@ class ChatLazyRAG(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         runtime, turns, options = await asyncio.to_thread(self._request, messages, stop, kwargs)
-        ends = None if self.timeout is None else asyncio.get_running_loop().time() + self.timeout
         pieces: Any = await runtime.achat(turns, stream=True, **options)
         async with aclosing(pieces) as stream:
-            while True:
-                try:
-                    async with asyncio.timeout_at(ends):  # never around a yield: it would cancel the consumer
-                        piece = await anext(stream)
-                except StopAsyncIteration:
-                    break
-                except TimeoutError as error:
-                    raise self._too_late() from error
+            async for piece in stream:
                 chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
-            chunk = self._last_chunk(stream.answer, options)
+            chunk = self._last_chunk(_complete(stream.answer), options)
             if run_manager is not None:
                 await run_manager.on_llm_new_token("", chunk=chunk)
             yield chunk
@@ -237,35 +216,7 @@ class ChatLazyRAG(BaseChatModel):
         options |= {name: kwargs[name] for name in _TOOLS if name in kwargs}
         runtime = self.get_runtime()
         turns = to_messages(messages, runtime, options["namespace"], anchor=options["anchor"])
-        return runtime, turns, {**options, "sampling": sampling}
-
-    @contextmanager
-    def _cancelled_in_time(self, cancel: Callable[[], None]) -> Iterator[threading.Event]:
-        """Calls `cancel` after `timeout` seconds, unless the block has ended; the event says that it did."""
-        late = threading.Event()
-        if self.timeout is None:
-            yield late
-            return
-
-        def stop() -> None:
-            late.set()
-            cancel()
-
-        timer = threading.Timer(self.timeout, stop)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield late
-        finally:
-            timer.cancel()
-
-    def _in_time(self, answer: Answer | None, late: threading.Event) -> Answer:
-        if answer is None:
-            raise self._too_late() if late.is_set() else LazyRAGError("the stream was closed before its end")
-        return answer
-
-    def _too_late(self) -> LazyRAGError:
-        return LazyRAGError(f"the answer was not complete after timeout={self.timeout} seconds")
+        return runtime, turns, {**options, "sampling": sampling, "deadline": self.timeout}
 
     # from answers to messages
 
@@ -390,3 +341,10 @@ def _usage(answer: Answer) -> UsageMetadata:
         total_tokens=receipt.prompt_tokens + receipt.tokens_generated,
         input_token_details=InputTokenDetails(cache_read=receipt.tokens_reused, cache_creation=receipt.tokens_encoded),
     )
+
+
+def _complete(answer: Answer | None) -> Answer:
+    """Of a stream that was read to its end. Raises LazyRAGError when it was closed before."""
+    if answer is None:
+        raise LazyRAGError("the stream was closed before its end")
+    return answer

@@ -27,7 +27,7 @@ from langchain_lazy_rag import (
 )
 from pydantic import BaseModel, Field
 
-from lazy_rag import LazyRAGError, Runtime, SamplingParams
+from lazy_rag import DeadlineExceededError, LazyRAGError, Runtime, SamplingParams
 from tests.fixtures import make_runtime
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -434,13 +434,13 @@ async def test_an_answer_that_takes_too_long_is_cancelled(rt: Runtime, monkeypat
     monkeypatch.setattr(SamplingParams, "__init__", never_ends)
     free = rt.stats.pages_free
     model = ChatLazyRAG(runtime=rt, timeout=0.2, **LONG)
-    with pytest.raises(LazyRAGError, match=r"timeout=0\.2"):
+    with pytest.raises(DeadlineExceededError):
         model.invoke("Count")
-    with pytest.raises(LazyRAGError, match=r"timeout=0\.2"):
+    with pytest.raises(DeadlineExceededError):
         list(model.stream("Count"))
-    with pytest.raises(LazyRAGError, match=r"timeout=0\.2"):
+    with pytest.raises(DeadlineExceededError):
         await model.ainvoke("Count")
-    with pytest.raises(LazyRAGError, match=r"timeout=0\.2"):
+    with pytest.raises(DeadlineExceededError):
         [piece async for piece in model.astream("Count")]
     while rt.stats.pages_free != free:
         await asyncio.sleep(0.001)
