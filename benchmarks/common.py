@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
 import torch
 import transformers
+
+from lazy_rag import LayoutBuilder, PromptLayout, Runtime
+from lazy_rag.layout import Chunk
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,28 @@ def host_rates() -> tuple[float, float]:
     target = torch.empty_like(source)
     bytes_per_second = 2 * source.numel() * 4 / measure(lambda: target.copy_(source), runs=5).median
     return flops, bytes_per_second
+
+
+def vocabulary(runtime: Runtime) -> range:
+    """Ordinary tokens."""
+    size = runtime._parts.model.config.vocab_size
+    return range(size // 10, size - size // 10)
+
+
+def make_chunk(runtime: Runtime, rng: random.Random, length: int) -> Chunk:
+    """Random tokens as a chunk that was never added."""
+    ids = tuple(rng.choices(vocabulary(runtime), k=length))
+    return Chunk(runtime._parts.keys.chunk_id("", ids), ids, len(runtime.prefix) if runtime.prefix else 0)
+
+
+def lay_out(runtime: Runtime, chunks: Sequence[Chunk], live: int, rng: random.Random) -> PromptLayout:
+    """The encode prefix, the chunks, and random live tokens."""
+    builder = LayoutBuilder(runtime.prefix, runtime._engine.pool.page_size)
+    if runtime.prefix is not None:
+        builder.segment(runtime.prefix)
+    for chunk in chunks:
+        builder.segment(chunk)
+    return builder.live(rng.choices(vocabulary(runtime), k=live)).build()
 
 
 def finish(results: dict[str, Any]) -> None:

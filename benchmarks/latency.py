@@ -30,8 +30,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel, BertTokenizerFast, PreTrainedModel
 
-from benchmarks.common import Timing, finish, machine, measure
-from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
+from benchmarks.common import Timing, finish, lay_out, machine, make_chunk, measure
+from lazy_rag import PromptLayout, Runtime, SamplingParams
 from lazy_rag.catalog import ChunkRecord
 from lazy_rag.layout import Chunk
 from tests.oracle import oracle_logits
@@ -129,20 +129,6 @@ def make_embedder(folder: Path) -> Embedder:
 
 def make_runtime(model: PreTrainedModel, embedder: Any = None, **options: Any) -> Runtime:
     return Runtime(model, tokenizer=tiny_tokenizer(), embedder=embedder, progress=False, impl="triton", **options)
-
-
-def make_chunk(runtime: Runtime, rng: random.Random, length: int) -> Chunk:
-    ids = tuple(rng.choices(range(1000, 120000), k=length))
-    return Chunk(runtime._parts.keys.chunk_id("", ids), ids, len(runtime.prefix) if runtime.prefix else 0)
-
-
-def lay_out(runtime: Runtime, chunks: list[Chunk], live: int, rng: random.Random) -> PromptLayout:
-    builder = LayoutBuilder(runtime.prefix, runtime._engine.pool.page_size)
-    if runtime.prefix is not None:
-        builder.segment(runtime.prefix)
-    for chunk in chunks:
-        builder.segment(chunk)
-    return builder.live(rng.choices(range(1000, 120000), k=live)).build()
 
 
 def check_answers(shape: Shape) -> float:

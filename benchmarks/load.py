@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import finish, machine
-from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
-from lazy_rag.layout import Chunk
+from benchmarks.common import finish, lay_out, machine, make_chunk
+from lazy_rag import PromptLayout, Runtime, SamplingParams
 from lazy_rag.requests import Completion, Request, Ticket
 from tests.oracle import oracle_logits, tolerance
 
@@ -76,7 +75,7 @@ def check_answers(shape: str, runtime: Runtime) -> float:
 
         return latency.check_answers(latency.SHAPES[shape]) / 2
     rng = random.Random(5)
-    chunks = [make_document(runtime, rng, n) for n in (64, 33)]
+    chunks = [make_chunk(runtime, rng, n) for n in (64, 33)]
     layout = lay_out(runtime, [*chunks, chunks[0]], 9, rng)
     from lazy_rag.loading import load_model
     from tests.tiny_models import tiny_model
@@ -93,33 +92,13 @@ def check_answers(shape: str, runtime: Runtime) -> float:
     return worst
 
 
-def vocabulary(runtime: Runtime) -> range:
-    """Ordinary tokens."""
-    size = runtime._parts.model.config.vocab_size
-    return range(size // 10, size - size // 10)
-
-
-def make_document(runtime: Runtime, rng: random.Random, length: int) -> Chunk:
-    ids = tuple(rng.choices(vocabulary(runtime), k=length))
-    return Chunk(runtime._parts.keys.chunk_id("", ids), ids, len(runtime.prefix) if runtime.prefix else 0)
-
-
-def lay_out(runtime: Runtime, chunks: Sequence[Chunk], live: int, rng: random.Random) -> PromptLayout:
-    builder = LayoutBuilder(runtime.prefix, runtime._engine.pool.page_size)
-    if runtime.prefix is not None:
-        builder.segment(runtime.prefix)
-    for chunk in chunks:
-        builder.segment(chunk)
-    return builder.live(rng.choices(vocabulary(runtime), k=live)).build()
-
-
 class Load:
     """One runtime with its documents."""
 
     def __init__(self, runtime: Runtime, scale: Scale, seed: int) -> None:
         self.runtime, self.engine, self.scale = runtime, runtime._engine, scale
         self.rng, self.draw = random.Random(seed), np.random.default_rng(seed)
-        self.documents = [make_document(runtime, self.rng, scale.document_tokens) for _ in range(scale.documents)]
+        self.documents = [make_chunk(runtime, self.rng, scale.document_tokens) for _ in range(scale.documents)]
         self.sampling = greedy(scale.answer)
 
     def prompts(self, count: int, alpha: float) -> list[PromptLayout]:
@@ -185,7 +164,7 @@ class Load:
         while len(times) < count or min(map(len, tuple(times.values()))) < 40:
             time.sleep(0.01)
         rng = self.rng
-        fresh = [make_document(self.runtime, rng, self.scale.document_tokens) for _ in range(self.scale.cold_documents)]
+        fresh = [make_chunk(self.runtime, rng, self.scale.document_tokens) for _ in range(self.scale.cold_documents)]
         layout = lay_out(self.runtime, fresh, self.scale.question, rng)
         began = time.perf_counter()
         cold = self.submit(layout, greedy(1)).future.result()
