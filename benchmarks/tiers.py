@@ -29,11 +29,11 @@ WORDS = ("river", "stone", "market", "letter", "garden", "winter", "bridge", "le
 def make_runtime(store: Path) -> tuple[Runtime, int]:
     """A runtime over an empty store, and the length of its chunks in tokens."""
     if torch.cuda.is_available():
-        from benchmarks.latency import make_model
+        from benchmarks.latency import SHAPES, make_model
         from tests.tiny_tokenizer import tiny_tokenizer
 
         options: dict[str, Any] = {"tokenizer": tiny_tokenizer(), "cache_bytes": 8 << 30, "host_bytes": 8 << 30}
-        return Runtime(make_model(32), embedder=None, progress=False, store=store, **options), 2048
+        return Runtime(make_model(SHAPES["llama-8b"], 32), embedder=None, progress=False, store=store, **options), 2048
     return Runtime("smollm2-135m", embedder=None, progress=False, store=store, cache_bytes=1 << 30), 256
 
 

@@ -7,7 +7,8 @@ selector, so a filter could not be applied before top-k.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -18,6 +19,15 @@ from lazy_rag.embedder import Vectors
 
 _Ids = NDArray[np.int64]
 _LEAST_ROWS = 1024
+
+
+@contextmanager
+def _memory() -> Iterator[None]:
+    """A full device raises MemoryError, as everywhere."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from error
 
 
 class DeviceVectors:
@@ -36,20 +46,17 @@ class DeviceVectors:
         return len(self._ids)
 
     def add(self, ids: _Ids, vectors: Vectors) -> None:
-        """Add vectors float32 [n, d] under new ids. Raises MemoryError, and then nothing was added."""
-        with self._on_stream():
-            try:
-                self._reserve(len(self) + len(ids))
-            except torch.OutOfMemoryError as error:
-                raise MemoryError(str(error)) from error
+        """Add vectors float32 [n, d] under new ids. After a MemoryError this copy is of no more use."""
+        with self._on_stream(), _memory():
+            self._reserve(len(self) + len(ids))
             self._matrix[len(self) : len(self) + len(ids)] = torch.from_numpy(np.ascontiguousarray(vectors))
             self._ids = np.concatenate([self._ids, ids])
             if (len(self) > len(ids) and len(ids) and ids.min() < self._ids[-len(ids) - 1]) or np.any(np.diff(ids) < 0):
                 self._keep(np.argsort(self._ids))
 
     def remove(self, ids: _Ids) -> None:
-        """Remove vectors; ids that are not there are passed over."""
-        with self._on_stream():
+        """Remove vectors; ids that are not there are passed over. After a MemoryError this copy is of no more use."""
+        with self._on_stream(), _memory():
             self._keep(np.flatnonzero(~np.isin(self._ids, ids)))
 
     def ranking(self, query: Vectors, members: _Ids) -> Callable[[int], tuple[_Ids, Vectors]]:

@@ -101,6 +101,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._idle = False  # nothing to do until a command comes: chunks are being loaded
         self._closing = False
+        self._alone = False  # closed from the engine's own thread
         self._lock = threading.Lock()  # orders `close` against submissions: nothing enters the queue after its end
         self._thread = threading.Thread(target=self._run, name="lazy-rag-engine", daemon=True)
 
@@ -197,11 +198,17 @@ class Engine:
             if not self._closing:
                 self._closing = True
                 self._commands.put(None)
-        if threading.current_thread() is not self._thread:
-            if self._thread.is_alive():
-                self._thread.join()
-            self.residency.tiers.close()
-            self.pool.close()  # not before: a chunk may still be on its way into it
+        if threading.current_thread() is self._thread:
+            self._alone = True  # a garbage collection on this thread: nobody waits for its end
+            return
+        if self._thread.is_alive():
+            self._thread.join()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """End the tiers' threads, then free the pages: a chunk may still be on its way into them."""
+        self.residency.tiers.close()
+        self.pool.close()
 
     def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -234,6 +241,8 @@ class Engine:
                 self._closing = True
         self._fail_all(reason)
         self.executor.close()
+        if self._alone:
+            self._give_back()
 
     def _take_commands(self) -> bool:
         """Run queued commands; sleeps when there is nothing else to do. False at the end."""

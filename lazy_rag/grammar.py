@@ -89,26 +89,33 @@ class Grammars:
         if text is None:
             return None
         with self._lock:
+            self._prepare()
             prototype = self._compiled.get(text)
-            if prototype is None:
-                prototype = self._compiled[text] = self._compile(text)
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
+        if prototype is None:  # without the lock: a large schema must not hold up other answers
+            prototype = self._compile(text)
+        with self._lock:
+            self._compiled[text] = prototype
             self._compiled.move_to_end(text)
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
             return Constraint(prototype.deep_copy(), self._tokenizer, self._closers, sampling.max_tokens, self._end_ids)
+
+    def _prepare(self) -> None:
+        """Make the tokenizer's tables, at the first grammar."""
+        if self._tokenizer is not None:
+            return
+        backend = self._tokens.content_backend
+        if backend is None:
+            raise ConfigError("json_schema, regex and grammar need a fast tokenizer (a tokenizer.json)")
+        if not self._end_ids:
+            raise ConfigError("json_schema, regex and grammar need a token that ends an answer; the model has none")
+        size = max(self._vocab, backend.get_vocab_size(with_added_tokens=True))
+        self._tokenizer = library().LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._end_ids)
+        singles = {text: self._tokenizer.tokenize_str(text) for text in '}]"0:,\\'}
+        self._closers = {text: ids[0] if len(ids) == 1 else None for text, ids in singles.items()}
 
     def _compile(self, text: str) -> Any:
         llguidance = library()
-        if self._tokenizer is None:
-            backend = self._tokens.content_backend
-            if backend is None:
-                raise ConfigError("json_schema, regex and grammar need a fast tokenizer (a tokenizer.json)")
-            if not self._end_ids:
-                raise ConfigError("json_schema, regex and grammar need a token that ends an answer; the model has none")
-            size = max(self._vocab, backend.get_vocab_size(with_added_tokens=True))
-            self._tokenizer = llguidance.LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._end_ids)
-            singles = {text: self._tokenizer.tokenize_str(text) for text in '}]"0:,\\'}
-            self._closers = {text: ids[0] if len(ids) == 1 else None for text, ids in singles.items()}
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
         if failed:
             raise ConfigError(f"the grammar cannot be used: {messages[0]}")

@@ -80,13 +80,15 @@ class VectorIndex:
         self._copy = DeviceVectors(self._index.d, device)
         rows = self.rows()
         if rows:
-            self._to_copy(np.array(list(rows), dtype=np.int64), np.stack(list(rows.values())))
+            ids, vectors = np.array(list(rows), dtype=np.int64), np.stack(list(rows.values()))
+            self._to_copy(lambda copy: copy.add(ids, vectors))
 
-    def _to_copy(self, ids: _Ids, vectors: Vectors) -> None:
+    def _to_copy(self, change: Callable[[DeviceVectors], None]) -> None:
+        """Change the copy too; without room for that FAISS searches again."""
         if self._copy is None:
             return
         try:
-            self._copy.add(ids, vectors)
+            change(self._copy)
         except MemoryError as error:
             _LOG.warning("no room for the vectors on %s, FAISS searches on the CPU: %s", self._copy.device, error)
             self._copy = None
@@ -103,15 +105,15 @@ class VectorIndex:
         if len(ids):
             self._index.add_with_ids(np.ascontiguousarray(vectors), ids)
             self._sorted = None
-            self._to_copy(ids, vectors)
+            self._to_copy(lambda copy: copy.add(ids, vectors))
 
     def remove(self, ids: Sequence[int]) -> None:
         """Remove vectors; ids that are not there are passed over."""
         if len(ids) and self._index.ntotal:
-            self._index.remove_ids(np.array(ids, dtype=np.int64))
+            gone = np.array(ids, dtype=np.int64)
+            self._index.remove_ids(gone)
             self._sorted = None
-            if self._copy is not None:
-                self._copy.remove(np.array(ids, dtype=np.int64))
+            self._to_copy(lambda copy: copy.remove(gone))
 
     def rows(self) -> dict[int, Vectors]:
         """Vector by id (for checks)."""

@@ -178,7 +178,9 @@ class Runtime:
             )
             folder = None if self._store is None else self._store.folder
             self._parts = build(loaded, self.tokenizer, settings, policy=policy, store=folder)
+            self._engine = self._parts.engine
             undo.callback(self._parts.model.release)
+            undo.callback(self._engine.close)
             self._manifest = make_manifest(
                 self._parts,
                 settings,
@@ -194,17 +196,17 @@ class Runtime:
             self.embeddings = None if embedder is None else Embedder.load(embedder, str(settings.device))
             self._retriever = Retriever(self.embeddings, folder, self._parts.keys.id, settings.device)
             undo.callback(self._retriever.close)
+            undo.callback(self._engine.close)  # again: before what its last writes ask
             if self._parts.records is not None:
                 self._parts.records.keep = keeper(self._parts, self._retriever)
                 self._parts.records.sweep()
             if self._store is not None:
                 self._store.write_manifest(self._manifest)
-            self._engine = self._parts.engine
             self._engine.start()
+            self._preparer = Preparer(self._parts, self._retriever, namespace=namespace, repair=repair)
+            if folder is not None:
+                self._warm_up(folder)
             undo.pop_all()
-        self._preparer = Preparer(self._parts, self._retriever, namespace=namespace, repair=repair)
-        if folder is not None:
-            self._warm_up(folder)
         self.last_answer: Answer | None = None
         self.receipts: deque[Receipt] = deque(maxlen=RECEIPTS)  # of the latest requests, oldest first
         # a runtime nobody holds any more gives back thread, pages and model

@@ -75,15 +75,17 @@ def test_a_search_of_each_vector_finds_it(device: str) -> None:
         assert ids[0] == i and scores[0] == pytest.approx(1, abs=1e-5)
 
 
-def test_without_room_faiss_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", ["_reserve", "_keep"])
+def test_without_room_faiss_goes_on(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(2)
     plain, copied = index_pair(rng, "cpu", count=100)
 
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(DeviceVectors, "_reserve", full)
+    monkeypatch.setattr(DeviceVectors, change, full)
     for index in (plain, copied):
+        index.remove([int(index.ids[0])])
         index.add(np.array([10_000], dtype=np.int64), normalise_rows(rng.normal(size=(1, 24))))
     assert copied.searched_by == "faiss on the CPU"
     same_hits(plain, copied, normalise_rows(rng.normal(size=(1, 24)))[0], 5, plain.ids)

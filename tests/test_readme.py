@@ -34,7 +34,7 @@ def test_the_llama_index_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: p
     """As printed, with a tiny model instead of the real one."""
     (example,) = [block for block in python_blocks() if "use_in_llama_index" in block]
     assert example.count("\n") - example.count("\n\n") <= 8
-    for name in ("_llm", "_embed_model", "_prompt_helper", "_tokenizer"):
+    for name in ("_llm", "_embed_model", "_prompt_helper", "_tokenizer", "_node_parser", "_transformations"):
         monkeypatch.setattr("llama_index.core.Settings." + name, None, raising=False)
     monkeypatch.setattr("lazy_rag.Runtime", lambda model: make_runtime())
     monkeypatch.chdir(ROOT)
