@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
+import tracemalloc
 from collections.abc import Sequence
 from itertools import accumulate
 
+from benchmarks.common import finish, machine
 from lazy_rag.anchoring import Anchors
 
 # words as frequent as in a language: the n-th about 1/n of the first
@@ -35,26 +36,53 @@ def prompt_of(texts: Sequence[str], length: int) -> str:
     return f"Context information is below.\n{body}\n---\nQuery: {filler}"[:length]
 
 
+def bytes_per_chunk(texts: Sequence[str]) -> float:
+    """Memory that registering takes, by tracemalloc."""
+    tracemalloc.start()
+    anchors, before = Anchors(), tracemalloc.get_traced_memory()[0]
+    for i, text in enumerate(texts):
+        anchors.add(f"c{i}", text)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return taken / len(texts)
+
+
 def main() -> None:
     texts = corpus(100_000)
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    memory = bytes_per_chunk(texts[:20_000])
+    print(f"a chunk takes {memory:.0f} bytes")
     anchors = Anchors()
     started = time.perf_counter()
     for i, text in enumerate(texts):
         anchors.add(f"c{i}", text)
-    print(f"{len(texts)} chunks registered in {time.perf_counter() - started:.1f} s")
+    registering = time.perf_counter() - started
+    print(f"{len(texts)} chunks registered in {registering:.1f} s")
     cases = {
-        "24 000 characters, 20 hits": prompt_of(texts[:20], 24_000),
-        "24 000 characters, no hit": prompt_of([text[1:] for text in texts[:20]], 24_000),
-        "65 000 characters, no hit": prompt_of([text[1:] for text in texts[:50]], 65_000),
+        "24 000 characters, 20 hits": (prompt_of(texts[:20], 24_000), 20),
+        "24 000 characters, no hit": (prompt_of([text[1:] for text in texts[:20]], 24_000), 0),
+        "65 000 characters, no hit": (prompt_of([text[1:] for text in texts[:50]], 65_000), 0),
     }
-    for name, prompt in cases.items():
+    medians = {}
+    for name, (prompt, hits) in cases.items():
+        if len(anchors.find(prompt)) != hits:
+            raise SystemExit(f"{name}: {len(anchors.find(prompt))} chunks were found; no times are reported")
         times = []
         for _ in range(201):
             started = time.perf_counter()
             found = anchors.find(prompt)
             times.append(1000 * (time.perf_counter() - started))
-        print(f"{name} ({len(prompt)}): {len(found)} found, median {statistics.median(times):.2f} ms")
+        medians[name] = round(statistics.median(times), 3)
+        print(f"{name} ({len(prompt)}): {len(found)} found, median {medians[name]:.2f} ms")
+    finish(
+        {
+            "benchmark": "anchoring",
+            "median_ms": medians,
+            "registering_s": round(registering, 2),
+            "bytes_per_chunk": round(memory),
+        }
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -79,8 +79,9 @@ class Admission:
                 f"{self._pool.num_pages} can ever be free for it: raise cache_bytes, use fewer chunks, lower "
                 "max_tokens, or unpin chunks"
             )
-        if self._max_queue is not None and len(self.waiting) >= self._max_queue:
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting already (max_queue): try again later")
+        waiting = sum(other.leader is None for other in self.waiting)  # further samples are no requests of their own
+        if self._max_queue is not None and waiting >= self._max_queue:
+            raise QueueFullError(f"{waiting} requests are waiting already (max_queue): try again later")
         self.waiting.add(request)
 
     def _most_tokens(self, request: Request) -> int:

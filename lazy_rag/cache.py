@@ -244,8 +244,8 @@ class ChunkCache:
     def _evictable(self) -> Iterator[CachedChunk]:
         """In the policy's order."""
         for chunk_id in self._policy.order():
-            entry = self._published[chunk_id]
-            if not entry.leases and not self.is_pinned(entry):
+            entry = self._published.get(chunk_id)  # a policy that failed may still name one that left
+            if entry is not None and not entry.leases and not self.is_pinned(entry):
                 yield entry
 
     def _over_quota(self, chunks: Iterable[Chunk]) -> Counter[str]:
@@ -291,7 +291,10 @@ class ChunkCache:
     def _unlist(self, entry: CachedChunk, reason: str) -> None:
         chunk_id = entry.chunk.id
         del self._published[chunk_id]
-        self._policy.removed(chunk_id, evicted=reason == "evicted")
+        try:
+            self._policy.removed(chunk_id, evicted=reason == "evicted")
+        except Exception:  # noqa: BLE001  a user's own policy: its chunk leaves all the same
+            _log.exception("the eviction policy failed when chunk %s left", chunk_id)
         self._remember(chunk_id, reason)
 
     def _remember(self, chunk_id: ChunkId, reason: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -101,6 +102,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._idle = False  # nothing to do until a command comes: chunks are being loaded
         self._closing = False
+        self._process = os.getpid()
         self._alone = False  # closed from the engine's own thread
         self._lock = threading.Lock()  # orders `close` against submissions: nothing enters the queue after its end
         self._thread = threading.Thread(target=self._run, name="lazy-rag-engine", daemon=True)
@@ -211,6 +213,8 @@ class Engine:
         self.pool.close()
 
     def _put(self, command: Callable[[], None]) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeClosedError("this process was forked from the runtime's: make a new Runtime here")
         with self._lock:
             if self._closing:
                 raise RuntimeClosedError("the runtime is closed")
@@ -261,7 +265,8 @@ class Engine:
     def _patience(self) -> float | None:
         """Seconds until the first deadline; None when there is none."""
         first = min((request.expires for request in (*self._waiting, *self._running)), default=math.inf)
-        return None if first == math.inf else max(0.0, first - time.perf_counter())
+        # a queue takes no timeout of centuries
+        return None if first == math.inf else min(max(0.0, first - time.perf_counter()), 3600.0)
 
     def _select(self) -> list[Part]:
         """The rows of the next step (`scheduler.compose`): of requests that decode, of prompts, of missing chunks."""

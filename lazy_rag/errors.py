@@ -68,3 +68,10 @@ class EngineError(LazyRAGError):
 
 class RuntimeClosedError(LazyRAGError):
     """The runtime was closed before or while the call ran."""
+
+
+class MissingExtraError(LazyRAGError, ImportError):
+    """A package that an optional part needs is not installed; the message names the extra."""
+
+    def __init__(self, part: str, package: str, extra: str) -> None:
+        super().__init__(f'{part} needs {package}: pip install "lazy-rag[{extra}]"')

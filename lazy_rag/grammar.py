@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lazy_rag.errors import ConfigError, EngineError
+from lazy_rag.errors import ConfigError, EngineError, MissingExtraError
 from lazy_rag.tokens import TextTokenizer
 
 if TYPE_CHECKING:
@@ -38,9 +38,7 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ConfigError(
-            'tools, json_schema, regex and grammar need llguidance: pip install "lazy-rag[grammar]"'
-        ) from error
+        raise MissingExtraError("tools, json_schema, regex or grammar", "llguidance", "grammar") from error
     return llguidance
 
 
@@ -49,12 +47,15 @@ def grammar_text(sampling: SamplingParams) -> str | None:
     if not sampling.constrained:
         return None
     matcher = library().LLMatcher
-    if sampling.json_schema is not None:
-        options = {"whitespace_pattern": WHITESPACE}
-        return str(matcher.grammar_from_json_schema(sampling.json_schema, overrides=options))
-    if sampling.regex is not None:
-        return str(matcher.grammar_from_regex(sampling.regex))
-    return str(matcher.grammar_from_lark(sampling.grammar))
+    try:
+        if sampling.json_schema is not None:
+            options = {"whitespace_pattern": WHITESPACE}
+            return str(matcher.grammar_from_json_schema(sampling.json_schema, overrides=options))
+        if sampling.regex is not None:
+            return str(matcher.grammar_from_regex(sampling.regex))
+        return str(matcher.grammar_from_lark(sampling.grammar))
+    except ValueError as error:  # half a surrogate pair among them
+        raise ConfigError(f"the grammar cannot be used: {error}") from error
 
 
 class Grammars:
@@ -79,7 +80,7 @@ class Grammars:
         constraint = self.constraint(sampling)
         if constraint is None or constraint.shortest(sampling.max_tokens) is not None:
             return
-        needed = constraint.shortest(4096)
+        needed = constraint.shortest(4 * sampling.max_tokens + 64)
         tokens = "more tokens" if needed is None else f"{len(needed)} tokens"
         raise ConfigError(f"max_tokens={sampling.max_tokens} is too small: what the grammar asks for takes {tokens}")
 
@@ -175,6 +176,8 @@ class Constraint:
             end = self._shortest(after, self._left)
             if end is None:
                 way = self._shortest(self._matcher, self._left + 1)
+                if way == []:  # complete as it stands: what would go on could not be completed
+                    way = self._ending()
                 if way:
                     token, after = way[0], self._after(self._matcher, way[:1])
             self._checked, self._since = (self._left if end is None else len(end)), 0
@@ -190,6 +193,11 @@ class Constraint:
         """Tokens of a short complete answer, at most `limit`, from here; None if none was found."""
         return self._shortest(self._matcher, limit)
 
+    def _ending(self) -> list[int]:
+        """A token that ends the answer here."""
+        allowed = (token for token in sorted(self._end_ids) if self._matcher.validate_tokens([token]) == 1)
+        return [token for token, _ in zip(allowed, range(1), strict=False)]
+
     def _after(self, matcher: Any, tokens: list[int]) -> Any:
         after = matcher.deep_copy()
         if not after.consume_tokens(tokens):
@@ -201,14 +209,19 @@ class Constraint:
             raise EngineError(f"the grammar cannot go on: {self._matcher.get_error()}")
 
     def _shortest(self, matcher: Any, limit: int) -> list[int] | None:
-        """A short way to where the grammar is satisfied: brackets and strings are closed as soon as they may be.
+        """A short way to where the grammar is satisfied, or None when none of at most `limit` tokens was found.
 
-        Not always the shortest one; None when it is longer than `limit` tokens or none was found.
+        Not always the shortest one: brackets and strings are closed as soon as they may be; where that leads nowhere,
+        in a run that could go on for ever, another kind of character is tried.
         """
+        way = self._walk(matcher, limit, lambda there, _: self._closing(there))
+        return self._walk(matcher, limit, self._changing) if way is None else way
+
+    def _walk(self, matcher: Any, limit: int, choose: Callable[[Any, Sequence[int]], list[int]]) -> list[int] | None:
         matcher = matcher.deep_copy()
         way: list[int] = []
         while not matcher.is_accepting():
-            step = matcher.compute_ff_tokens() or self._closing(matcher)
+            step = matcher.compute_ff_tokens() or choose(matcher, way)
             if not step or len(way) + len(step) > limit or not matcher.consume_tokens(step):
                 return None
             way += step
@@ -236,6 +249,41 @@ class Constraint:
                 return [token]
         return worth[:1]
 
+    def _changing(self, matcher: Any, way: Sequence[int]) -> list[int]:
+        """One token of the kind that `way` has least of: after a run of digits or letters comes what may end it."""
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+        texts = {token: self._text(token) for token in tokens if token not in self._end_ids}
+        kinds = Counter(_kind(self._text(token)) for token in way)
+
+        def rank(token: int) -> tuple[int, int, bool, int]:
+            kind = _kind(texts[token])
+            return kinds[kind], _KINDS.index(kind), token in way, len(texts[token])
+
+        ranked = sorted(texts, key=rank)
+        for token in ranked[:96]:
+            after = matcher.deep_copy()
+            if after.consume_token(token) and after.is_accepting():
+                return [token]
+        return ranked[:1]
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode_bytes([token]).decode("utf-8", "replace"))
+
+
+# of characters; what ends a run comes before what goes on with it
+_KINDS = ("other", "space", "digit", "upper", "lower")
+
+
+def _kind(text: str) -> str:
+    """The kind of a text's last character."""
+    last = text[-1:]
+    if last.isdigit():
+        return "digit"
+    if last.isspace():
+        return "space"
+    return ("upper" if last.isupper() else "lower") if last.isalpha() else "other"
+
 
 def schema_text(schema: Any) -> str:
     """A JSON schema as text. Raises ConfigError for what is none."""
@@ -244,7 +292,7 @@ def schema_text(schema: Any) -> str:
             schema = json.loads(schema)
         except ValueError as error:
             raise ConfigError(f"json_schema is not JSON: {error}") from error
-    if not isinstance(schema, dict | bool):
+    if not isinstance(schema, dict):
         raise ConfigError(f"json_schema must be a mapping or its JSON text, got {type(schema).__name__}")
     try:
         return json.dumps(schema, separators=(",", ":"))

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lazy_rag.errors import LazyRAGError
+from lazy_rag.errors import LazyRAGError, MissingExtraError
 from lazy_rag.stats import Stats
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ def export_prometheus(runtime: Runtime, registry: Any = None, prefix: str = "laz
         registry: a prometheus_client registry; None: the default one.
         prefix: before every name; give each runtime of a process its own.
 
-    Raises ImportError without prometheus-client (extra `prometheus`).
+    Raises MissingExtraError without prometheus-client (extra `prometheus`).
     """
     try:
         from prometheus_client import REGISTRY
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     except ImportError as error:
-        raise ImportError("export_prometheus needs prometheus-client: pip install 'lazy-rag[prometheus]'") from error
+        raise MissingExtraError("export_prometheus", "prometheus-client", "prometheus") from error
     source, target = _Source(runtime), REGISTRY if registry is None else registry
 
     class Collector:
@@ -127,14 +127,12 @@ def export_opentelemetry(runtime: Runtime, provider: Any = None, prefix: str = "
         provider: an OpenTelemetry MeterProvider; None: the global one.
         prefix: before every name; give each runtime of a process its own.
 
-    Raises ImportError without opentelemetry-api (extra `opentelemetry`).
+    Raises MissingExtraError without opentelemetry-api (extra `opentelemetry`).
     """
     try:
         from opentelemetry import metrics
     except ImportError as error:
-        raise ImportError(
-            "export_opentelemetry needs opentelemetry-api: pip install 'lazy-rag[opentelemetry]'"
-        ) from error
+        raise MissingExtraError("export_opentelemetry", "opentelemetry-api", "opentelemetry") from error
     source, live = _Source(runtime), [True]
     meter = (metrics.get_meter_provider() if provider is None else provider).get_meter("lazy_rag")
 

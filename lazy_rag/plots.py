@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lazy_rag.answer import Answer, Receipt
-from lazy_rag.errors import ConfigError, LazyRAGError
+from lazy_rag.errors import ConfigError, MissingExtraError
 from lazy_rag.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _figure(x: str, y: str, *, height: float = 3.2) -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise LazyRAGError('plots need matplotlib: pip install "lazy-rag[notebook]"') from error
+        raise MissingExtraError("a plot", "matplotlib", "notebook") from error
 
     class ShownFigure(Figure):
         """A figure without pyplot: nothing else would show it in a notebook."""

@@ -13,7 +13,7 @@ import queue
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -387,8 +387,8 @@ class Runtime:
         return self._run(self._prepared.query(question, k, options))
 
     @checked_keywords(QueryOptions)
-    def stream(self, question: str, k: int = 5, **options: Unpack[QueryOptions]) -> Iterator[str]:
-        """Like `query`, as an iterator of text pieces; afterwards the Answer is `last_answer`."""
+    def stream(self, question: str, k: int = 5, **options: Unpack[QueryOptions]) -> streaming.TextIterator:
+        """Like `query`, as an iterator of text pieces; its `answer` is the Answer once it has ended."""
         return self._stream(self._prepared.query(question, k, options))
 
     @checked_keywords(RequestOptions)
@@ -644,7 +644,11 @@ class Runtime:
 
     @classmethod
     def load(cls, directory: str | Path, model: Any = None, **options: Any) -> Runtime:
-        """Open a store with the model and options it was made with; live objects among them have to be given again."""
+        """Open a store with the model it was made with, and the options that its keys depend on.
+
+        Live objects have to be given again, and so has what only governs memory: `policy`, `quotas`, `ttl`,
+        `cache_bytes`, `host_bytes`, `max_queue`.
+        """
         return cls(**load_arguments(directory, model, options))
 
     @checked_keywords()

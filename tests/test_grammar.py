@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lazy_rag import Runtime, SamplingParams
-from lazy_rag.errors import ConfigError, IncompleteAnswerError
+from lazy_rag.errors import ConfigError, IncompleteAnswerError, MissingExtraError
 from lazy_rag.grammar import Grammars
 from lazy_rag.sampling import Sampler
 from lazy_rag.tokens import TextTokenizer
@@ -205,7 +205,7 @@ def test_grammars_that_cannot_be_compiled_are_refused_before_anything_runs(
 
 def test_without_llguidance_the_error_names_the_extra(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"lazy-rag\[grammar\]"):
+    with pytest.raises(MissingExtraError, match=r"lazy-rag\[grammar\]"):
         runtime.generate("Go.", sampling=SamplingParams(regex="a+"))
     assert runtime.generate("Go.", sampling=SamplingParams(max_tokens=2)).usage["completion_tokens"] >= 1
 
@@ -267,3 +267,36 @@ def test_answers_are_the_same_when_steps_are_launched_ahead(monkeypatch: pytest.
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(ask, cases)) == expected
         assert rt.check() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        ({"regex": r"[0-9]+ km"}, r"[0-9]+ km"),
+        ({"regex": r"[0-9]+\.[0-9]+"}, r"[0-9]+\.[0-9]+"),
+        ({"regex": r"[a-z]+ [a-z]+"}, r"[a-z]+ [a-z]+"),
+        ({"regex": r"(yes|no), because [^\n]+\."}, r"(yes|no), because [^\n]+\."),
+        ({"grammar": 'start: item ("," item)* "."\nitem: /[a-z]+/'}, r"[a-z]+(,[a-z]+)*\."),
+        ({"grammar": 'start: item+\nitem: "[" /[a-z]{3,5}/ "]"'}, r"(\[[a-z]{3,5}\])+"),
+        (
+            {"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 5}},
+            r"\[\s*-?\d+(\s*,\s*-?\d+){4,}\s*\]",
+        ),
+        ({"json_schema": {"type": "string", "pattern": "^[a-z]+ [a-z]+$"}}, r'"[a-z]+ [a-z]+"'),
+    ],
+    ids=str,
+)
+def test_runs_are_ended_and_what_is_optional_is_not_cut(runtime: Runtime, given: dict[str, Any], pattern: str) -> None:
+    """A run of digits or letters that could go on for ever, and repetitions after what is complete already."""
+    for seed in range(6):
+        answer = runtime.generate("Who?", sampling=SamplingParams(max_tokens=60, temperature=1.0, seed=seed, **given))
+        assert re.fullmatch(pattern, answer.text), answer.text
+
+
+def test_unusable_grammars_are_refused_in_words(runtime: Runtime) -> None:
+    for given in ({"regex": "\ud800"}, {"json_schema": {"const": "\ud800"}}, {"grammar": "start: \ud800"}):
+        with pytest.raises(ConfigError):
+            runtime.generate("Who?", sampling=SamplingParams(**given))  # type: ignore[arg-type]
+    for schema in (True, False, 3):
+        with pytest.raises(ConfigError):
+            SamplingParams(json_schema=schema)  # type: ignore[arg-type]
