@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lazy_rag.answer import Answer, Explanation, Receipt, Sample, Source
-    from lazy_rag.errors import DeadlineExceededError, LazyRAGError
+    from lazy_rag.catalog import Hit
+    from lazy_rag.errors import DeadlineExceededError, EmptyCorpusError, EmptyQuestionError, LazyRAGError
+    from lazy_rag.keys import ChunkId
     from lazy_rag.layout import ChunkRange, LayoutBuilder, Live, PromptLayout, Segment
     from lazy_rag.prompt import Message
     from lazy_rag.runtime import Runtime
@@ -19,9 +21,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Answer": "answer",
+    "ChunkId": "keys",
     "ChunkRange": "layout",
     "DeadlineExceededError": "errors",
+    "EmptyCorpusError": "errors",
+    "EmptyQuestionError": "errors",
     "Explanation": "answer",
+    "Hit": "catalog",
     "LayoutBuilder": "layout",
     "LazyRAGError": "errors",
     "Live": "layout",
@@ -37,9 +43,13 @@ _HOMES = {
 }
 __all__ = [
     "Answer",
+    "ChunkId",
     "ChunkRange",
     "DeadlineExceededError",
+    "EmptyCorpusError",
+    "EmptyQuestionError",
     "Explanation",
+    "Hit",
     "LayoutBuilder",
     "LazyRAGError",
     "Live",

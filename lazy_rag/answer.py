@@ -15,13 +15,15 @@ from lazy_rag.tools import ToolCall
 
 @dataclass(frozen=True)
 class Source:
-    """A chunk that was in the prompt. `score`: cosine similarity to the question, None when ids were given."""
+    """A chunk that was in the prompt. `score`: cosine similarity to the question, None when ids were given.
+    `siblings`: how many chunks its document has, this one included; 1 where no document is named."""
 
     chunk_id: ChunkId
     text: str
     score: float | None = None
     document_id: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    siblings: int = 1
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Preparer:
         space = self.space(options.get("namespace"))
         placed = [Placed(self._chunk(ChunkRecord(h.chunk_id, space, h.text, h.token_ids))) for h in hits]
         self._parts.engine.promote([piece.chunk for piece in placed])  # loads while the prompt is laid out
-        sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata) for h in hits]
+        sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata, h.siblings) for h in hits]
         return replace(
             self._lay_out(question, placed, sources, rest), retrieve=found, searched_by=self._retriever.searched_by
         )

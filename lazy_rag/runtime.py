@@ -367,7 +367,7 @@ class Runtime:
         self._require_open()
         wanted = None if ids is None else list(_listed(ids, "ids"))
         found = self._retriever.find(namespace=self._preparer.space(namespace), filter=filter, ids=wanted)
-        return [Source(ChunkId(h.chunk_id), h.text, None, h.document_id, h.metadata) for h in found]
+        return [Source(ChunkId(h.chunk_id), h.text, None, h.document_id, h.metadata, h.siblings) for h in found]
 
     def has_chunks(self, *, namespace: str | None = None) -> bool:
         """Whether anything was added to a namespace that a search could find."""

@@ -189,6 +189,35 @@ def test_pre_commit_runs_the_checks_of_make_lint() -> None:
     assert hooks == checks == ["ruff check .", "ruff format --check .", "mypy"]
 
 
+def _private_imports(tree: ast.AST) -> Iterator[str]:
+    """What code imports of `lazy_rag` beside its public names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("lazy_rag."))
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            if node.module.startswith("lazy_rag."):
+                yield node.module
+            elif node.module == "lazy_rag":
+                yield from (alias.name for alias in node.names if alias.name not in lazy_rag.__all__)
+
+
+def test_adapters_import_public_names_only() -> None:
+    files = sorted((ROOT / "integrations").rglob("*.py"))
+    found = {
+        str(path.relative_to(ROOT)): names
+        for path in files
+        if (names := list(_private_imports(ast.parse(path.read_text(encoding="utf-8")))))
+    }
+    assert files and found == {}
+
+
+@pytest.mark.parametrize(
+    "code", ["import lazy_rag.keys", "from lazy_rag.errors import LazyRAGError", "from lazy_rag import keys"]
+)
+def test_the_check_for_private_imports_sees_them(code: str) -> None:
+    assert list(_private_imports(ast.parse(code)))
+
+
 _FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 

@@ -339,7 +339,9 @@ def _usage(answer: Answer) -> UsageMetadata:
         input_tokens=receipt.prompt_tokens,
         output_tokens=receipt.tokens_generated,
         total_tokens=receipt.prompt_tokens + receipt.tokens_generated,
-        input_token_details=InputTokenDetails(cache_read=receipt.tokens_reused, cache_creation=receipt.tokens_encoded),
+        input_token_details=InputTokenDetails(
+            cache_read=answer.usage["cached_tokens"], cache_creation=receipt.tokens_encoded
+        ),
     )
 
 

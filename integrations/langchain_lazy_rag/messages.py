@@ -16,8 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from lazy_rag import ChunkRange, LazyRAGError, Message, Runtime, ToolCall
-from lazy_rag.keys import ChunkId
+from lazy_rag import ChunkId, ChunkRange, LazyRAGError, Message, Runtime, ToolCall
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant"}
 _ROLES |= {"ai": "assistant", "tool": "tool"}

@@ -17,9 +17,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from langchain_lazy_rag.embeddings import LazyRAGEmbeddings, embeddings_name
-from lazy_rag import LazyRAGError, Runtime, Source
-from lazy_rag.errors import EmptyCorpusError, EmptyQuestionError
-from lazy_rag.retriever import Hit
+from lazy_rag import EmptyCorpusError, EmptyQuestionError, Hit, LazyRAGError, Runtime, Source
 
 _TEXT_KEY = "lazy_rag:page_content"  # in the stored metadata, where a chunk's text is not the document's own
 

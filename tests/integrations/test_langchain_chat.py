@@ -228,6 +228,21 @@ async def test_documents_of_another_store_are_chunks_too(rt: Runtime, model: Cha
     assert rt.find() == []
 
 
+def test_a_second_turn_reads_the_first_turns_live_text(rt: Runtime, model: ChatLazyRAG) -> None:
+    opening = [SystemMessage("Be brief. " * 12), HumanMessage("Amble lies on a river. " * 6 + "Where does it lie?")]
+    turns = [*opening, model.invoke(opening), HumanMessage("And how old is it?")]
+    for ask in (model.invoke, lambda messages: joined(list(model.stream(messages)))):
+        message = ask(turns)
+        assert rt.last_answer is not None
+        receipt = rt.last_answer.receipt
+        assert receipt.tokens_history > 0
+        assert details(message) == (
+            receipt.prompt_tokens,
+            receipt.tokens_reused + receipt.tokens_history,
+            receipt.tokens_encoded,
+        )
+
+
 # agents: the documented retrieval tool
 
 

@@ -76,23 +76,27 @@ class TestChatUnit(_Chat, ChatModelUnitTests):
 
 
 class TestChat(_Chat, ChatModelIntegrationTests):
-    @pytest.mark.xfail(raises=AssertionError, reason=f"{RANDOM}: the argument has to be 3")
+    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{RANDOM}: the argument has to be 3")
     def test_tool_calling(self, model: BaseChatModel) -> None:
         super().test_tool_calling(model)
 
-    @pytest.mark.xfail(raises=AssertionError, reason=f"{RANDOM}: the argument has to be 3")
+    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{RANDOM}: the argument has to be 3")
     async def test_tool_calling_async(self, model: BaseChatModel) -> None:
         await super().test_tool_calling_async(model)
 
-    @pytest.mark.xfail(raises=AssertionError, reason=f"{RANDOM}: the tool has to be called exactly once")
+    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{RANDOM}: the tool has to be called exactly once")
     def test_tool_calling_with_no_arguments(self, model: BaseChatModel) -> None:
         super().test_tool_calling_with_no_arguments(model)
 
-    @pytest.mark.xfail(raises=AssertionError, reason=f"{RANDOM}: it has to call the tool without being forced to, once")
+    @pytest.mark.xfail(
+        strict=True, raises=AssertionError, reason=f"{RANDOM}: it has to call the tool without being forced to, once"
+    )
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
 
-    @pytest.mark.xfail(raises=AssertionError, reason=f"{RANDOM}: the argument has to be the name in the question")
+    @pytest.mark.xfail(
+        strict=True, raises=AssertionError, reason=f"{RANDOM}: the argument has to be the name in the question"
+    )
     def test_unicode_tool_call_integration(self, model: BaseChatModel, **kwargs: Any) -> None:
         super().test_unicode_tool_call_integration(model, **kwargs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib
+import io
 import json
 import pickle
 import sys
@@ -18,7 +19,9 @@ from llama_index.core import Document, PromptTemplate, Settings, VectorStoreInde
 from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
+    ChatResponse,
     CitableBlock,
+    DocumentBlock,
     ImageBlock,
     MessageRole,
     TextBlock,
@@ -394,6 +397,23 @@ def test_keywords_reach_the_sampling_and_unknown_ones_are_refused(runtime: Runti
         llm.complete(QUERY, max_new_tokens=3)
 
 
+def test_none_in_a_call_restores_the_default(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LazyRAGLLM(runtime, max_tokens=3, temperature=0.5, top_k=3, seed=7, stop=["zzz"])
+    asked: list[SamplingParams] = []
+    chat = runtime.chat
+    monkeypatch.setattr(
+        runtime, "chat", lambda turns, **options: asked.append(options["sampling"]) or chat(turns, **options)
+    )
+    llm.complete(QUERY)
+    llm.complete(QUERY, temperature=None, top_k=None, seed=None, stop=None)
+    llm.complete(QUERY, max_tokens=None, regex="[0-9]{3}")
+    assert asked == [
+        SamplingParams(max_tokens=3, temperature=0.5, top_k=3, seed=7, stop=("zzz",)),
+        SamplingParams(max_tokens=3),
+        SamplingParams(temperature=0.5, top_k=3, seed=7, stop=("zzz",), regex="[0-9]{3}"),
+    ]
+
+
 def test_metadata_and_payload_hold_for_any_window(runtime: Runtime) -> None:
     llm = llm_of(runtime, max_tokens=100_000)
     assert llm.metadata.context_window == 4096
@@ -435,6 +455,92 @@ def test_roles_and_blocks(runtime: Runtime) -> None:
     assert [chunk["hit"] for chunk in llm.chat(messages).raw["chunks"]] == [True]
     with pytest.raises(LazyRAGError, match="ImageBlock"):
         llm.chat([ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/a.png")])])
+
+
+def cited(text: str) -> list[ChatMessage]:
+    return [ChatMessage(role="user", blocks=[CitableBlock(title="", source="x", content=[TextBlock(text=text)])])]
+
+
+@pytest.mark.parametrize("how", ["sync", "async", "stream", "async stream"])
+def test_cited_blocks_belong_to_the_namespace_of_the_call(fresh: Runtime, how: str) -> None:
+    llm = llm_of(fresh)
+
+    async def ask_async(namespace: str) -> Any:
+        if how == "async":
+            return await llm.achat(cited(TEXTS[0]), namespace=namespace)
+        return [part async for part in await llm.astream_chat(cited(TEXTS[0]), namespace=namespace)][-1]
+
+    def ask(namespace: str) -> list[bool]:
+        if "async" in how:
+            response = asyncio.run(ask_async(namespace))
+        elif how == "stream":
+            response = [*llm.stream_chat(cited(TEXTS[0]), namespace=namespace)][-1]
+        else:
+            response = llm.chat(cited(TEXTS[0]), namespace=namespace)
+        (chunk,) = response.raw["chunks"]
+        assert fresh.chunk(chunk["chunk_id"], namespace=namespace).namespace == namespace
+        return [chunk["hit"]]
+
+    assert [ask("x"), ask("x"), ask("y")] == [[False], [True], [False]]
+
+
+def test_async_methods_wait_for_the_engine_in_another_thread(fresh: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remembering texts waits for the engine: on an event loop's thread it would hold up every other task."""
+    engine, remember, callers = index_of(fresh).as_query_engine(llm=llm_of(fresh)), fresh.remember, []
+
+    def noted(texts: Any, **options: Any) -> Any:
+        if texts:
+            callers.append(threading.get_ident())
+        return remember(texts, **options)
+
+    monkeypatch.setattr(fresh, "remember", noted)
+
+    async def run() -> None:
+        llm = llm_of(fresh)
+        await llm.achat(cited(TEXTS[0]))
+        [part async for part in await llm.astream_chat(cited(TEXTS[1]))]
+        llm.remember_nodes([NodeWithScore(node=nodes()[2])])
+        await llm.acomplete(TEXTS[2])
+        llm.remember_nodes([NodeWithScore(node=nodes()[2])])
+        [part async for part in await llm.astream_complete(TEXTS[2])]
+        assert [use.hit for use in fresh.last_answer.receipt.chunks][-1]
+        await engine.aquery(QUERY)  # a stock synthesizer: LlamaIndex's own span gives the hint
+        await LazyRAGSynthesizer(llm).asynthesize(QUERY, [NodeWithScore(node=node) for node in nodes()])
+        assert len(callers) >= 6 and threading.get_ident() not in callers
+
+    asyncio.run(run())
+
+
+def test_a_hint_that_is_no_chunk_takes_no_other_with_it(fresh: Runtime) -> None:
+    llm = llm_of(fresh)
+    texts = ["word " * 20_000, *TEXTS]
+    llm.remember_nodes([NodeWithScore(node=TextNode(text=text)) for text in texts])
+    assert len(llm.complete(" ".join(TEXTS)).raw["chunks"]) == 3
+
+
+def call_with(arguments: str) -> ChatMessage:
+    return ChatMessage(role="assistant", blocks=[ToolCallBlock(tool_name="f", tool_kwargs=arguments)])
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (call_with("{"), "no JSON"),
+        (call_with("[1]"), "no JSON object"),
+        (call_with("3"), "no JSON object"),
+        (document := ChatMessage(blocks=[DocumentBlock(data=b"\xff\xfe", document_mimetype="text/plain")]), "UTF-8"),
+        (ChatMessage(blocks=[CitableBlock(title="", source="x", content=document.blocks)]), "UTF-8"),
+        (ChatMessage(blocks=[DocumentBlock(data=io.BytesIO(), document_mimetype="text/plain")]), "zero bytes"),
+    ],
+)
+def test_unreadable_content_is_refused_with_our_error(runtime: Runtime, message: ChatMessage, words: str) -> None:
+    """LlamaIndex's refine synthesizer swallows a ValueError into "Empty Response"."""
+    llm = llm_of(runtime)
+    with pytest.raises(LazyRAGError, match=words):
+        llm.chat([message, ChatMessage(content="Well?")])
+    if message.role == MessageRole.ASSISTANT:
+        with pytest.raises(LazyRAGError, match=words):
+            llm.get_tool_calls_from_response(ChatResponse(message=message))
 
 
 # Structured output and tools

@@ -262,3 +262,72 @@ def test_the_retriever_uses_given_embeddings_and_filters(runtime: Runtime, store
     runtime.add_documents(["A document that was added to the runtime itself."], ids=["own"], metadata={"lang": "en"})
     (own,) = LazyRAGRetriever(runtime, similarity_top_k=1).retrieve("A document that was added to the runtime itself.")
     assert own.node.metadata == {"lang": "en"}
+
+
+def test_nodes_of_the_runtimes_own_documents_have_one_id_everywhere(runtime: Runtime) -> None:
+    """Under the document's id, or the chunk's where a document has several: no two nodes share an id."""
+    paragraphs = ["alpha beta gamma delta " * 3, "one two three four " * 3]
+    chunks = runtime.add_documents(["\n\n".join(paragraphs)], ids=["long"], chunk_tokens=40)
+    assert len(chunks) > 1
+    runtime.add_documents(["A single lighthouse."], ids=["short"])
+    store = LazyRAGVectorStore(runtime)
+    expected = {*chunks, "short"}
+    assert set(query(store, runtime)) == expected
+    retrieved = LazyRAGRetriever(runtime, similarity_top_k=9).retrieve("A single lighthouse.")
+    assert [n.node.node_id for n in retrieved] == query(store, runtime, "A single lighthouse.")
+    assert {node.node_id: node.text for node in store.get_nodes()} == {n.node.node_id: n.node.text for n in retrieved}
+    assert [node.node_id for node in store.get_nodes(["short", chunks[1]])] == [chunks[1], "short"]
+    assert store.get_nodes(["long"]) == []  # no node is the whole document
+
+    # a node that holds the text of one of the chunks outlives the document, and goes alone
+    text = store.get_nodes([chunks[0]])[0].text
+    store.add([TextNode(text=text, id_="own")])
+    assert len({node.node_id for node in store.get_nodes()}) == len(store.get_nodes()) == len(expected) + 1
+    store.delete_nodes(["own"])
+    assert {node.node_id for node in store.get_nodes()} == expected
+    store.delete_nodes([chunks[1]])
+    assert {node.node_id for node in store.get_nodes()} == expected - {chunks[1]}
+    store.clear()
+    assert store.get_nodes() == []
+
+
+def test_deleting_what_another_thread_has_just_deleted(
+    runtime: Runtime, store: LazyRAGVectorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, delete = runtime.find, runtime.delete
+
+    def find_then_lose(**options: Any) -> Any:
+        found = find(**options)
+        delete(["n0"], missing_ok=True)
+        return found
+
+    monkeypatch.setattr(runtime, "find", find_then_lose)
+    store.delete("doc0")
+    monkeypatch.undo()
+    assert [node.node_id for node in store.get_nodes()] == ["n2", "n3"]
+
+
+def test_a_store_is_a_local_folder(store: LazyRAGVectorStore, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    place = str(tmp_path / "kept")
+    store.persist(place, fs=fsspec.filesystem("file"))
+    remote = fsspec.filesystem("memory")
+    for refused in (
+        lambda: store.persist(place, fs=remote),
+        lambda: LazyRAGVectorStore.from_persist_path(place, fs=remote, **reload_options(WordEmbedder())),
+        lambda: LazyRAGVectorStore.from_persist_dir(place, fs=remote, **reload_options(WordEmbedder())),
+    ):
+        with pytest.raises(LazyRAGError, match="local file system"):
+            refused()
+    local = fsspec.filesystem("file")
+    with LazyRAGVectorStore.from_persist_path(place, fs=local, **reload_options(WordEmbedder())).client as rt:
+        assert len(rt.find()) == 4
+
+
+def test_given_vectors_are_scaled_and_a_stored_text_keeps_its_own(runtime: Runtime) -> None:
+    store = LazyRAGVectorStore(runtime)
+    vector = runtime.embeddings.embed_query("A tall tower.") * 7
+    store.add([TextNode(text="Some text.", id_="a", embedding=vector.tolist())])
+    store.add([TextNode(text="Some text.", id_="b", embedding=(-vector).tolist())])
+    result = store.query(VectorStoreQuery(query_embedding=vector.tolist(), similarity_top_k=2))
+    assert result.ids == ["a"] and result.similarities == [pytest.approx(1.0)]

@@ -1,13 +1,15 @@
 """What LlamaIndex's instrumentation tells of the cache, and the hint it gives: which nodes are about to be used.
 
 `synthesize` of every stock synthesizer is a span whose bound arguments hold the final nodes. Their raw texts are
-remembered before the prompt is made, so that they are found in it. A handler's exceptions are swallowed by LlamaIndex:
-a lost hint costs time only.
+remembered before the request is made, so that they are found in it. A lost hint costs time only.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
+from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from llama_index.core.instrumentation import get_dispatcher
@@ -17,7 +19,9 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
-from lazy_rag import Answer, Runtime
+from lazy_rag import Answer, LazyRAGError, Runtime
+
+_HINTS = 10_000  # texts that wait for a request; the oldest go
 
 
 class ChunkCacheHitEvent(BaseEvent):
@@ -55,6 +59,28 @@ def node_texts(nodes: list[NodeWithScore]) -> list[str]:
     """Raw texts of nodes that have one, without metadata."""
     texts = [node.node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
     return [text for text in texts if text.strip()]
+
+
+class HintedTexts:
+    """Texts that the next request remembers. A hint may come on an event loop's thread, which must not wait."""
+
+    def __init__(self) -> None:
+        self._texts: deque[str] = deque(maxlen=_HINTS)
+        self._lock = threading.Lock()
+
+    def note(self, texts: list[str]) -> None:
+        self._texts.extend(texts)
+
+    def remember(self, runtime: Runtime, namespace: str | None) -> None:
+        """Waits for the engine, and for a request of another thread that has taken the same texts."""
+        with self._lock:
+            texts = [self._texts.popleft() for _ in range(len(self._texts))]
+            try:
+                runtime.remember(texts, namespace=namespace)
+            except LazyRAGError:  # one of them is no chunk, by its length, say: the others still are
+                for text in texts:
+                    with suppress(LazyRAGError):
+                        runtime.remember([text], namespace=namespace)
 
 
 class NodeHints(BaseSpanHandler[BaseSpan]):

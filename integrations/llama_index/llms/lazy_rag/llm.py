@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any
@@ -29,8 +30,8 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
-from llama_index.llms.lazy_rag.events import ChunkCacheHitEvent, install_hints, node_texts
-from llama_index.llms.lazy_rag.messages import from_answer, raw_of, to_messages
+from llama_index.llms.lazy_rag.events import ChunkCacheHitEvent, HintedTexts, install_hints, node_texts
+from llama_index.llms.lazy_rag.messages import arguments_of, from_answer, raw_of, to_messages
 
 from lazy_rag import Answer, LazyRAGError, Message, Runtime, SamplingParams
 
@@ -49,7 +50,8 @@ class LazyRAGLLM(FunctionCallingLLM):
     any LlamaIndex index, which are remembered when they are used for the first time. Everything else is computed as
     usual. `raw["usage"]` counts tokens, `cached_tokens` among them; `raw["chunks"]` says what was found.
 
-    Every keyword of a call overrides the field of its name; unknown ones are refused.
+    Every keyword of a call overrides the field of its name, with None the default of `SamplingParams` or of the runtime
+    applies; unknown ones are refused.
     """
 
     model: str | None = Field(default=None, description="Loaded as Runtime.shared(model, embedder=None) without one.")
@@ -63,6 +65,7 @@ class LazyRAGLLM(FunctionCallingLLM):
     repair: str | None = Field(default=None, description='"none", "head" or "exact".')
 
     _runtime: Runtime | None = PrivateAttr(default=None)
+    _hints: HintedTexts = PrivateAttr(default_factory=HintedTexts)
 
     def __init__(self, runtime: Runtime | None = None, **fields: Any) -> None:
         if runtime is None and not fields.get("model"):
@@ -110,22 +113,25 @@ class LazyRAGLLM(FunctionCallingLLM):
         }
 
     def remember_nodes(self, nodes: list[NodeWithScore]) -> None:
-        """Have the raw texts of nodes found in prompts from now on."""
-        self.runtime.remember(node_texts(nodes), namespace=self.namespace)
+        """Have the raw texts of nodes found in prompts from now on. Does not wait: the next request remembers them."""
+        self._hints.note(node_texts(nodes))
 
     # the four ways to chat, and to complete a text by them
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return self._response(self.runtime.chat(self._converted(messages), **self._options(kwargs)))
+        turns, options = self._request(messages, kwargs)
+        return self._response(self.runtime.chat(turns, **options))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return self._response(await self.runtime.achat(self._converted(messages), **self._options(kwargs)))
+        turns, options = await asyncio.to_thread(self._request, messages, kwargs)
+        return self._response(await self.runtime.achat(turns, **options))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        pieces: Any = self.runtime.chat(self._converted(messages), stream=True, **self._options(kwargs))
+        turns, options = self._request(messages, kwargs)
+        pieces: Any = self.runtime.chat(turns, stream=True, **options)
 
         def generate() -> Generator[ChatResponse, None, None]:
             text = ""
@@ -141,8 +147,8 @@ class LazyRAGLLM(FunctionCallingLLM):
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        converted = self._converted(messages)
-        pieces: Any = await self.runtime.achat(converted, stream=True, **self._options(kwargs))
+        turns, options = await asyncio.to_thread(self._request, messages, kwargs)
+        pieces: Any = await self.runtime.achat(turns, stream=True, **options)
 
         async def generate() -> AsyncGenerator[ChatResponse, None]:
             text = ""
@@ -158,16 +164,18 @@ class LazyRAGLLM(FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _completion(self._response(self.runtime.chat([Message("user", prompt)], **self._options(kwargs))))
+        turns, options = self._request(prompt, kwargs)
+        return _completion(self._response(self.runtime.chat(turns, **options)))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        answer = await self.runtime.achat([Message("user", prompt)], **self._options(kwargs))
-        return _completion(self._response(answer))
+        turns, options = await asyncio.to_thread(self._request, prompt, kwargs)
+        return _completion(self._response(await self.runtime.achat(turns, **options)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        pieces: Any = self.runtime.chat([Message("user", prompt)], stream=True, **self._options(kwargs))
+        turns, options = self._request(prompt, kwargs)
+        pieces: Any = self.runtime.chat(turns, stream=True, **options)
 
         def generate() -> Generator[CompletionResponse, None, None]:
             text = ""
@@ -183,7 +191,8 @@ class LazyRAGLLM(FunctionCallingLLM):
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        pieces: Any = await self.runtime.achat([Message("user", prompt)], stream=True, **self._options(kwargs))
+        turns, options = await asyncio.to_thread(self._request, prompt, kwargs)
+        pieces: Any = await self.runtime.achat(turns, stream=True, **options)
 
         async def generate() -> AsyncGenerator[CompletionResponse, None]:
             text = ""
@@ -227,7 +236,7 @@ class LazyRAGLLM(FunctionCallingLLM):
         if not calls and error_on_no_tool_call:
             raise LazyRAGError(f"the model called no tool; it answered {response.message.content!r}")
         return [
-            ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=_mapping(call))
+            ToolSelection(tool_id=call.tool_call_id or "", tool_name=call.tool_name, tool_kwargs=arguments_of(call))
             for call in calls
         ]
 
@@ -313,9 +322,15 @@ class LazyRAGLLM(FunctionCallingLLM):
 
     # helpers
 
-    def _converted(self, messages: Sequence[ChatMessage]) -> list[Message]:
-        runtime = self.runtime
-        return to_messages(messages, lambda text: runtime.remember([text], namespace=self.namespace)[0])
+    def _request(
+        self, prompt: str | Sequence[ChatMessage], kwargs: dict[str, Any]
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """Messages and keywords for `Runtime.chat`. May wait for the engine, so async methods call it in a thread."""
+        runtime, options = self.runtime, self._options(kwargs)
+        self._hints.remember(runtime, self.namespace)
+        if isinstance(prompt, str):
+            return [Message("user", prompt)], options
+        return to_messages(prompt, lambda text: runtime.remember([text], namespace=options["namespace"])[0]), options
 
     def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords of `Runtime.chat` for a call's own."""
@@ -325,8 +340,8 @@ class LazyRAGLLM(FunctionCallingLLM):
                 f"LazyRAGLLM has no keyword {', '.join(map(repr, sorted(unknown)))}: "
                 f"it takes {', '.join((*_SAMPLING, *_OPTIONS))}"
             )
-        own = {name: getattr(self, name) for name in _SAMPLING if name in type(self).model_fields}
-        sampling = {**own, **{name: kwargs[name] for name in _SAMPLING if kwargs.get(name) is not None}}
+        given = {name: kwargs.get(name, getattr(self, name, None)) for name in _SAMPLING}
+        sampling = {name: value for name, value in given.items() if value is not None}
         options = {"namespace": self.namespace, "repair": self.repair}
         options |= {name: kwargs[name] for name in _OPTIONS if name in kwargs}
         return {"anchor": True, "sampling": SamplingParams(**sampling), **options}
@@ -354,10 +369,6 @@ def _choice(choice: Any, required: bool) -> str:
     if choice is None:
         return "required" if required else "auto"
     return "required" if choice == "any" else str(choice)
-
-
-def _mapping(call: ToolCallBlock) -> dict[str, Any]:
-    return json.loads(call.tool_kwargs) if isinstance(call.tool_kwargs, str) else dict(call.tool_kwargs)
 
 
 def _structured(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -78,19 +78,29 @@ def _pieces(block: ContentBlock, chunk_of: ChunkOf) -> list[str | Live | ChunkRa
 
 def _document_text(block: Any) -> str:
     if isinstance(block, DocumentBlock) and (block.document_mimetype or "").startswith("text/"):
-        return block.resolve_document().read().decode()
+        try:
+            return block.resolve_document().read().decode()
+        except (OSError, ValueError) as error:  # LlamaIndex's refine synthesizer swallows a ValueError
+            raise LazyRAGError(f"the document {block.title!r} cannot be read as UTF-8 text: {error}") from error
     raise LazyRAGError(f"a text model cannot read a {type(block).__name__}: give its text as a TextBlock")
 
 
 def _to_call(block: ToolCallBlock) -> ToolCall:
-    arguments = block.tool_kwargs
+    known = {"id": block.tool_call_id} if block.tool_call_id else {}
+    return ToolCall(block.tool_name, arguments_of(block), **known)
+
+
+def arguments_of(block: ToolCallBlock) -> dict[str, Any]:
+    """A call's arguments, also where they are given as JSON. Raises LazyRAGError when they are no object."""
+    arguments: Any = block.tool_kwargs
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
             raise LazyRAGError(f"the arguments of the call of {block.tool_name!r} are no JSON: {error}") from error
-    known = {"id": block.tool_call_id} if block.tool_call_id else {}
-    return ToolCall(block.tool_name, dict(arguments), **known)  # type: ignore[arg-type]
+    if not isinstance(arguments, dict):
+        raise LazyRAGError(f"the arguments of the call of {block.tool_name!r} are no JSON object: {arguments!r}")
+    return dict(arguments)
 
 
 def from_answer(answer: Answer) -> ChatMessage:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilters
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
+
+from lazy_rag import Hit, Source
 
 NODE_ID, REF_DOC_ID, _EDGES = "_node_id", "ref_doc_id", "_node_edges"
 
@@ -39,12 +40,15 @@ def node_metadata(node: BaseNode) -> dict[str, Any]:
     return stored
 
 
-def to_node(text: str, metadata: Mapping[str, Any], document_id: str | None) -> BaseNode:
-    """The node of a stored chunk. A chunk added to the runtime itself becomes a node of its text and metadata."""
+def to_node(found: Hit | Source) -> BaseNode:
+    """The node of a stored chunk. A chunk added to the runtime itself becomes a node of its text and metadata, under
+    its document's id, or under its own where the document has several chunks."""
+    metadata = dict(found.metadata)
     if "_node_content" not in metadata:
-        return TextNode(text=text, id_=document_id or "", metadata=dict(metadata))
+        name = found.document_id if found.siblings == 1 else None
+        return TextNode(text=found.text, id_=name or found.chunk_id, metadata=metadata)
     lead, trail = metadata.get(_EDGES, ("", ""))
-    return metadata_dict_to_node(dict(metadata), text=lead + text + trail)
+    return metadata_dict_to_node(metadata, text=lead + found.text + trail)
 
 
 def to_filter(filters: MetadataFilters | None) -> dict[str, Any] | None:

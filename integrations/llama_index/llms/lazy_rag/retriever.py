@@ -37,9 +37,7 @@ class LazyRAGRetriever(BaseRetriever):
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         query = query_bundle.embedding or query_bundle.query_str
         hits = self._runtime.retrieve(query, self._top_k, filter=self._filter, namespace=self._namespace)
-        return [
-            NodeWithScore(node=to_node(hit.text, hit.metadata, hit.chunk_id), score=float(hit.score)) for hit in hits
-        ]
+        return [NodeWithScore(node=to_node(hit), score=float(hit.score)) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.llms.lazy_rag.nodes import NODE_ID, REF_DOC_ID, node_metadata, to_filter, to_node
 
-from lazy_rag import LazyRAGError, Runtime
+from lazy_rag import LazyRAGError, Runtime, Source
 
 
 class LazyRAGVectorStore(BasePydanticVectorStore):
     """Nodes in a runtime: vector, text, metadata and KV under one id, deleted and kept together.
 
     Similarities are cosines, higher is better; filters hold before top-k. Two nodes with one text are one chunk, found
-    once, as the node that was added first. `persist` writes a store that `from_persist_dir` opens without embedding
-    anything again.
+    once, as the node that was added first. Documents that were added to the runtime itself are nodes too: under their
+    own id, or one for each chunk, under the chunk's, where there are several. `persist` writes a store that
+    `from_persist_dir` opens without embedding anything again.
     """
 
     stores_text: bool = True
@@ -50,7 +52,11 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
     # writing
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Store nodes; one with a known id is replaced. Their embeddings are taken as they are, if all have one."""
+        """Store nodes; one with a known id is replaced.
+
+        Their embeddings are used if all have one, scaled to length 1, else the runtime embeds the texts. A text that is
+        stored already keeps the vector it has.
+        """
         nodes = list({node.node_id: node for node in nodes}.values())
         if not nodes:
             return []
@@ -66,32 +72,47 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete all nodes of a document: vector, text and KV. An unknown one is passed over."""
-        self._delete({REF_DOC_ID: ref_doc_id})
+        self._delete(self._runtime.find(filter={REF_DOC_ID: ref_doc_id}, namespace=self.namespace))
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
+        """Delete these nodes: vector, text and KV. One of several chunks of a document goes wherever it stands."""
         if node_ids is not None or filters is not None:
-            self._delete(_both(node_ids, filters))
+            self._delete([source for source, _ in self._find(node_ids, filters)])
 
     def clear(self) -> None:
         """Delete everything in this store's namespace."""
-        self._delete(None)
+        self._delete(self._runtime.find(namespace=self.namespace))
 
-    def _delete(self, condition: dict[str, Any] | None) -> None:
-        found = self._runtime.find(filter=condition, namespace=self.namespace)
-        ids = list(dict.fromkeys(source.document_id for source in found if source.document_id is not None))
-        if ids:
-            self._runtime.delete(ids, namespace=self.namespace)
+    def _delete(self, found: Sequence[Source]) -> None:
+        """Documents of which all was found go by their own ids, since their chunks may stand in others too."""
+        counts = Counter(source.document_id for source in found)
+        whole = (source.document_id if counts[source.document_id] == source.siblings else None for source in found)
+        ids = [name or source.chunk_id for name, source in zip(whole, found, strict=True)]
+        if ids:  # another thread may have been faster
+            self._runtime.delete(list(dict.fromkeys(ids)), missing_ok=True, namespace=self.namespace)
 
     # reading
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
-        found = self._runtime.find(filter=_both(node_ids, filters), namespace=self.namespace)
-        return [to_node(source.text, source.metadata, source.document_id) for source in found]
+        """The nodes with these ids that pass the filters, the oldest first, each once."""
+        nodes: dict[str, BaseNode] = {}
+        for _, node in self._find(node_ids, filters):
+            nodes.setdefault(node.node_id, node)
+        return list(nodes.values())
+
+    def _find(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[tuple[Source, BaseNode]]:
+        found = self._runtime.find(ids=node_ids, filter=to_filter(filters), namespace=self.namespace)
+        pairs = [(source, to_node(source)) for source in found]
+        wanted = None if node_ids is None else set(node_ids)
+        return [pair for pair in pairs if wanted is None or pair[1].node_id in wanted]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The most similar nodes. Raises LazyRAGError for a mode other than the default one."""
+        """The most similar nodes. `node_ids` and `doc_ids` of a query name nodes that were added here.
+
+        Raises LazyRAGError for a mode other than the default one.
+        """
         if query.mode != VectorStoreQueryMode.DEFAULT:
             raise LazyRAGError(f"LazyRAGVectorStore searches by similarity only, not in mode {query.mode.value!r}")
         if query.query_embedding is None:
@@ -106,7 +127,7 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
         hits = self._runtime.retrieve(
             query.query_embedding, query.similarity_top_k, filter=condition, namespace=self.namespace
         )
-        nodes = [to_node(hit.text, hit.metadata, hit.document_id) for hit in hits]
+        nodes = [to_node(hit) for hit in hits]
         return VectorStoreQueryResult(
             nodes=nodes, similarities=[hit.score for hit in hits], ids=[node.node_id for node in nodes]
         )
@@ -139,8 +160,7 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Write the runtime's store to a folder. A path of a JSON file, as a StorageContext gives, names the folder."""
-        if fs is not None and "file" not in getattr(fs, "protocol", ()):
-            raise LazyRAGError("a store is a folder on this machine: fs must be the local file system")
+        _require_local(fs)
         self._runtime.save(_folder(persist_path))
 
     @classmethod
@@ -151,6 +171,7 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
 
         `model` and `options` go to `Runtime.load`; live models, tokenizers and embedders have to be given again.
         """
+        _require_local(fs)
         return cls(Runtime.load(_folder(persist_path), model, **options), namespace=namespace)
 
     @classmethod
@@ -169,6 +190,11 @@ def _both(node_ids: Sequence[str] | None, filters: MetadataFilters | None) -> di
         return condition
     named = {NODE_ID: {"$in": list(node_ids)}}
     return named if condition is None else {"$and": [named, condition]}
+
+
+def _require_local(fs: Any) -> None:
+    if fs is not None and "file" not in getattr(fs, "protocol", ()):
+        raise LazyRAGError("a store is a folder on this machine: fs must be the local file system")
 
 
 def _folder(persist_path: str) -> Path:
