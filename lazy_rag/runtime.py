@@ -65,7 +65,7 @@ from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.stats import Occupancy, Stats, snapshot
-from lazy_rag.store import read_warm, write_warm
+from lazy_rag.store import change_warm, read_warm
 from lazy_rag.tools import CallFilter
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
@@ -299,7 +299,7 @@ class Runtime:
             new = [ChunkId(i) for i in fresh]
             self._engine.call(lambda: self._engine.residency.welcome(new)).result()
         if encode == "now":
-            self._encode([self.chunk(i) for i in dict.fromkeys(ids)], evict=False)
+            self._encode([self.chunk(i, namespace=space) for i in dict.fromkeys(ids)], evict=False)
         return ids
 
     def _index(
@@ -512,8 +512,7 @@ class Runtime:
         if self._store is None:
             raise ConfigError("a warm list is kept in a store, and this runtime has none: use prefetch")
         wanted: list[str] = [chunk.id for chunk in chunks]
-        lists = {**read_warm(self._store.folder), space: wanted}
-        write_warm(self._store.folder, {name: listed for name, listed in lists.items() if listed})
+        change_warm(self._store.folder, space, wanted)
         return self.prefetch(wanted, namespace=namespace)
 
     def _warm_up(self, folder: Path) -> None:

@@ -63,6 +63,9 @@ class _AsyncMailbox(_Mailbox):
         self._something = asyncio.Event()
 
     def put(self, text: str) -> None:
+        """Raises RuntimeError when the loop is closed: nobody will read any more."""
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop of the stream's reader is closed")
         with self._changed:
             asleep = not self._unread
             self._unread.append(text)
