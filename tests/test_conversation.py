@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -244,6 +245,47 @@ def test_remembered_texts_are_bounded_and_known_ones_not_tokenised_again(monkeyp
         monkeypatch.setattr(chunker, "record", lambda text, space: tokenised.append(text) or record(text, space))
         assert remembered.add(texts[2:], "") == (ids[2:], [])
         assert tokenised == []
+
+
+def test_a_chunk_added_while_its_remembered_text_is_dropped_keeps_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog is asked, and the anchor removed, in one turn of the thread that adds chunks."""
+    with make_runtime() as rt:
+        retriever = rt._retriever
+        remembered = Remembered(rt._parts.chunker, retriever, limit=1)
+        (tower,), _ = remembered.add([TOWER], "")
+        adding: list[threading.Thread] = []
+        remove = retriever.anchors.remove
+
+        def slow(*arguments: Any) -> None:
+            if not adding:
+                adding.append(threading.Thread(target=rt.add_chunks, args=([TOWER],)))
+                adding[0].start()
+                adding[0].join(0.2)  # it ends in here only if the catalog can change between question and removal
+            remove(*arguments)
+
+        monkeypatch.setattr(retriever.anchors, "remove", slow)
+        remembered.add([BRIDGE], "")
+        adding[0].join(30)
+        assert retriever.anchors.id_of(TOWER) == tower
+        assert list(remembered.records([tower])) == [tower]
+
+
+def test_a_text_remembered_again_while_it_is_dropped_keeps_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_runtime() as rt:
+        retriever = rt._retriever
+        remembered = Remembered(rt._parts.chunker, retriever, limit=1)
+        (tower,), _ = remembered.add([TOWER], "")
+        unheld, again = retriever.unheld, [TOWER]
+
+        def slow(*arguments: Any) -> None:
+            if again:
+                remembered.add([again.pop()], "")
+            unheld(*arguments)
+
+        monkeypatch.setattr(retriever, "unheld", slow)
+        remembered.add([BRIDGE], "")
+        assert retriever.anchors.id_of(TOWER) == tower
+        assert retriever.anchors.id_of(BRIDGE) is None
 
 
 def test_streams_give_the_same_and_hold_the_answer(runtime: Runtime) -> None:
