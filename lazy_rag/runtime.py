@@ -30,6 +30,7 @@ from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
 from lazy_rag.arguments import checked_keywords
 from lazy_rag.building import Settings, build, known_ttl
+from lazy_rag.catalog import check_namespace
 from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
@@ -59,7 +60,6 @@ from lazy_rag.preparing import (
     QueryOptions,
     RequestOptions,
     known_chunk,
-    known_namespace,
 )
 from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
@@ -161,7 +161,7 @@ class Runtime:
             ttl=ttl,
         )
         known_repair(repair)
-        known_namespace(namespace)
+        check_namespace(namespace)
         policy = make_policy(policy)
         if live and dtype is not None and settings.dtype != model.dtype:
             raise ConfigError(f"the model is {model.dtype}: convert it, or leave dtype out")
@@ -481,7 +481,7 @@ class Runtime:
         self._require_open()
         if not isinstance(layout, PromptLayout):
             raise ConfigError("explain takes a layout: rt.explain(rt.layout(question, ids))")
-        space = None if namespace is None else known_namespace(namespace)
+        space = None if namespace is None else check_namespace(namespace)
         return self._engine.call(lambda: explain_layout(self._parts, layout, space)).result()
 
     @checked_keywords()
