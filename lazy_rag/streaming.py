@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from lazy_rag.requests import Completion, Ticket
@@ -75,7 +76,7 @@ class _AsyncMailbox(_Mailbox):
     def end(self, _: object = None) -> None:
         with self._changed:
             self._ended = True
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._something.set)
 
     async def aget(self) -> str | None:
