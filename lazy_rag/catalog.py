@@ -524,12 +524,12 @@ class Catalog:
         return dict(self._db.execute(sql, (namespace, json.dumps(list(ids)))).fetchall())
 
 
-def check_namespace(namespace: object) -> None:
-    """Raises ConfigError for anything but a text that UTF-8 can hold."""
+def check_namespace(namespace: object) -> str:
+    """The namespace. Raises ConfigError for anything but a text that UTF-8 can hold."""
     try:
         if isinstance(namespace, str):
             namespace.encode()
-            return
+            return namespace
     except UnicodeEncodeError:
         pass
     raise ConfigError(f"namespace={namespace!r} is no text that UTF-8 can hold")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lazy_rag.assembly import Placed, open_with
-from lazy_rag.errors import ContextOverflowError
+from lazy_rag.errors import ConfigError, ContextOverflowError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, LayoutBuilder, Live, PromptLayout
 from lazy_rag.prompt import PLACEHOLDER, ChatFormat, Message, Rendered
@@ -161,7 +161,7 @@ class Conversations:
             self._chat.cut(
                 [replace(message, content="x") for message in messages], tools=() if tools is None else tools.tools
             )
-        except RuntimeError:  # Llama's template takes no two calls in one turn, say
+        except ConfigError:  # Llama's template takes no two calls in one turn, say
             return False
         return True
 

@@ -47,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """See the module docstring. `start` runs the thread, `close` ends it; every other method may be called anywhere.
+    """See the module docstring. `start` runs the thread, `close` ends it. All other public methods may be called
+    anywhere, except `check`: the engine thread runs it, through `call`.
 
     Args:
         prefix: the encode prefix, or None. It is encoded first and stays pinned.

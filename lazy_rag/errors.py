@@ -31,7 +31,8 @@ class ContextOverflowError(LazyRAGError):
 
 
 class CacheFullError(LazyRAGError):
-    """A request (or one chunk) can never fit the page budget."""
+    """A request, or chunks to be pinned, can never fit: into the page budget, beside what is pinned, or into the quota
+    of their namespace."""
 
 
 class QueueFullError(LazyRAGError):

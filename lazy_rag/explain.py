@@ -3,6 +3,7 @@
 reason                     hit   the chunk
 in memory | on disk        yes   is found there
 being computed             no    is on its way, for another request
+being loaded               no    is on its way from a lower tier, for another request
 never seen                 no    was not computed yet, or left so long ago that nobody remembers
 evicted                    no    had to make room, and no lower tier has it
 expired | deleted          no    outlived `ttl` | was deleted

@@ -1,7 +1,8 @@
 """Locks between processes of one machine that share a store: `flock`, which ends with its holder, however that dies.
 
 lock          held for life: shared by every runtime that has the store open, alone by one that replaces it
-records.lock  held for moments: shared while a record gets its name, alone while records are deleted
+records.lock  held for moments: shared while a record gets its name, alone while records are deleted, or
+              the warm list is changed
 index.lock    held for moments: alone while index.faiss is replaced
 """
 

@@ -85,7 +85,11 @@ def verify(folder: str | Path, *, repair: bool = False) -> list[str]:
         known = store.retriever.records(store.records.ids())
         for chunk_id in store.records.ids():
             record = known.get(chunk_id)
-            problem = store.records.problem(chunk_id, None if record is None else record.token_ids)
+            try:
+                problem = store.records.problem(chunk_id, None if record is None else record.token_ids)
+            except StoreError as error:  # it may be sound: it is left where it is
+                problems.append(str(error))
+                continue
             if problem is not None:
                 problems.append(f"the record of chunk {chunk_id} is bad: {problem}")
                 if repair:
@@ -101,7 +105,7 @@ def stats(folder: str | Path) -> StoreStats:
     """What a store holds, without reading any record. Raises StoreError."""
     with _Store(folder) as store:
         sizes = store.records.sizes()
-        set_aside = [path.stat().st_size for path in (store.folder / "quarantine").glob("*")]
+        set_aside = [_size(path) for path in (store.folder / "quarantine").glob("*")]
         chunks = Counter(record.namespace for record in store.retriever.records(store.retriever.chunk_ids()).values())
         return StoreStats(
             model=store.manifest.model,
@@ -138,7 +142,10 @@ def collect(folder: str | Path, *, max_bytes: int | None = None, dry_run: bool =
         if not dry_run:
             store.records.delete([*unheld, *over])
             for path in gone:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise StoreError(f"cannot delete {str(path)!r}: {error.strerror or error}") from error
         return Collected(len(unheld), len(quarantine), len(abandoned), len(over), freed)
 
 

@@ -1,7 +1,8 @@
 """Plots of what a runtime did, from receipts: matplotlib figures that show themselves in a notebook.
 
-Every function takes a runtime (its latest receipts), one receipt or several, draws on a transparent ground in colours
-that light and dark pages both carry, and returns a new figure; no window is opened and no global state is touched.
+Those of receipts take a runtime (its latest ones), an answer, a receipt, or several of these; `plot_occupancy` takes a
+runtime. Each draws on a transparent ground in colours that light and dark pages both carry, and returns a new figure;
+no window is opened and no global state is touched.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class EvictionPolicy(Protocol):
     def used(self, chunk_id: ChunkId) -> None: ...
 
     def removed(self, chunk_id: ChunkId, *, evicted: bool) -> None:
-        """`evicted`: it went for lack of room; else it was deleted, and nothing follows from it for the others."""
+        """`evicted`: it went for lack of room; else it was deleted or expired, which says nothing about the others."""
         ...
 
     def order(self) -> Iterator[ChunkId]:

@@ -16,6 +16,7 @@ import numpy as np
 from lazy_rag.answer import Source
 from lazy_rag.assembly import Placed, as_history, as_range
 from lazy_rag.building import Parts
+from lazy_rag.catalog import check_namespace
 from lazy_rag.conversation import Part, split_at_anchors
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
 from lazy_rag.keys import ChunkId
@@ -86,12 +87,6 @@ class Prepared:
     tools: ToolUse | None = None
 
 
-def known_namespace(namespace: str) -> str:
-    if not isinstance(namespace, str) or namespace != namespace.encode("utf-8", "replace").decode():
-        raise ConfigError(f"namespace={namespace!r} must be a string of whole characters")
-    return namespace
-
-
 def known_chunk(known: Remembered, chunk_id: str, namespace: str) -> ChunkRecord:
     """A stored or remembered chunk. Raises UnknownChunkError, also for one of another namespace."""
     record = known.chunk(chunk_id)
@@ -112,7 +107,7 @@ class Preparer:
 
     def space(self, namespace: str | None) -> str:
         """The namespace of a call."""
-        return self._namespace if namespace is None else known_namespace(namespace)
+        return self._namespace if namespace is None else check_namespace(namespace)
 
     def retrieve(
         self, query: str | Sequence[float], k: int, condition: Mapping[str, Any] | None, namespace: str | None

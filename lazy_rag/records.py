@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -31,6 +31,11 @@ _REMEMBERED = 1024  # quarantined records known by name
 
 class _BadRecord(Exception):
     """The bytes of a record are not what its name and header promise."""
+
+
+# What damaged bytes raise. Anything else (no memory, no file handle, no permission; PyTorch has only RuntimeError for
+# these) says nothing about the record: it may be sound the next time.
+_BAD = (_BadRecord, SafetensorError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 class Loaded(NamedTuple):
@@ -104,9 +109,10 @@ class KVRecords:
             yield self.keep(chunk_id)
 
     def load(self, chunk: Chunk) -> Loaded | None:
-        """The chunk's pages, verified; None when there is no record, it expired or it is bad (then it is quarantined).
+        """The chunk's pages, verified; None when there is no record, it expired, it is bad (then it is quarantined) or
+        it could not be read this time.
 
-        Never raises: a record that cannot be read is computed again.
+        Never raises: what is not loaded is computed again.
         """
         path = self.path(chunk.id)
         try:
@@ -116,9 +122,12 @@ class KVRecords:
                 return None
         except (FileNotFoundError, NotADirectoryError):
             return None  # there is none, or it was deleted just now
-        except Exception as error:  # noqa: BLE001  damaged bytes fail in many ways
+        except _BAD as error:
             if os.path.lexists(path):
-                self.quarantine(chunk.id, str(error) if isinstance(error, _BadRecord) else repr(error))
+                self.quarantine(chunk.id, _words(error))
+            return None
+        except Exception as error:  # noqa: BLE001  no request fails for it
+            _log.warning("record %s was not read (%r); the chunk will be computed again", chunk.id, error)
             return None
         return record
 
@@ -142,6 +151,8 @@ class KVRecords:
 
         Args:
             token_ids: what the catalog says the chunk is; None: not known there.
+
+        Raises StoreError when the record cannot be read, which says nothing about it.
         """
         path = self.path(chunk_id)
         try:
@@ -150,10 +161,12 @@ class KVRecords:
             if token_ids is not None and tuple(tokens.tolist()) != token_ids:
                 raise _BadRecord("token ids differ")
             _require_checksum(header, pages, tokens)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except Exception as error:  # noqa: BLE001  damaged bytes fail in many ways
-            return str(error) if isinstance(error, _BadRecord) else repr(error)
+        except _BAD as error:
+            return _words(error)
+        except Exception as error:  # no memory, no file handle, no permission
+            raise StoreError(f"the record of chunk {chunk_id} cannot be read: {error!r}") from error
         return None
 
     def quarantine(self, chunk_id: ChunkId, problem: str) -> None:
@@ -227,8 +240,17 @@ class KVRecords:
 
 def _parts(path: Path) -> tuple[dict[str, str], Tensor, Tensor]:
     """Header, pages and token ids of a record, unchecked."""
+    if path.exists() and not path.is_file():
+        raise _BadRecord("it is no file")
     with safe_open(path, "pt") as file:
-        return file.metadata() or {}, file.get_tensor("pages"), file.get_tensor("token_ids")
+        header, pages, tokens = file.metadata() or {}, file.get_tensor("pages"), file.get_tensor("token_ids")
+    if tokens.dtype != torch.int32:
+        raise _BadRecord("token ids differ")
+    return header, pages, tokens
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, _BadRecord) else repr(error)
 
 
 def _require_checksum(header: dict[str, str], pages: Tensor, tokens: Tensor) -> None:

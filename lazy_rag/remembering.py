@@ -25,7 +25,7 @@ class Remembered:
         self._chunker = chunker
         self._retriever = retriever
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the retriever's owner thread takes it: who holds it must not wait for that one
         self._records: OrderedDict[str, ChunkRecord] = OrderedDict()
 
     def add(self, texts: Sequence[str], namespace: str) -> tuple[list[str], list[str]]:
@@ -34,9 +34,13 @@ class Remembered:
         A text that is known already, by whatever way, is not tokenised again.
         """
         fresh: list[str] = []
-        return [self._id(text, namespace, fresh) for text in texts], fresh
+        dropped: list[ChunkRecord] = []
+        try:
+            return [self._id(text, namespace, fresh, dropped) for text in texts], fresh
+        finally:
+            self._drop_anchors(dropped)
 
-    def _id(self, text: str, namespace: str, fresh: list[str]) -> str:
+    def _id(self, text: str, namespace: str, fresh: list[str], dropped: list[ChunkRecord]) -> str:
         anchors = self._retriever.anchors
         known = anchors.id_of(text, namespace) if isinstance(text, str) else None
         if known is not None and self.records([known]):
@@ -46,13 +50,22 @@ class Remembered:
             self._records[record.chunk_id] = record
             anchors.add(record.chunk_id, record.text, namespace)
             while len(self._records) > self._limit:
-                self._drop(self._records.popitem(last=False)[1])
+                dropped.append(self._records.popitem(last=False)[1])
         fresh.append(record.chunk_id)
         return record.chunk_id
 
-    def _drop(self, record: ChunkRecord) -> None:
-        if not self._retriever.records([record.chunk_id]):
-            self._retriever.anchors.remove([record.chunk_id], record.namespace)
+    def _drop_anchors(self, records: Sequence[ChunkRecord]) -> None:
+        """Of records that are not remembered any more; not of those that were added, or remembered again, meanwhile."""
+        spaces = {record.chunk_id: record.namespace for record in records}
+
+        def drop(unheld: list[str]) -> None:
+            with self._lock:
+                for chunk_id in unheld:
+                    if chunk_id not in self._records:
+                        self._retriever.anchors.remove([chunk_id], spaces[chunk_id])
+
+        if spaces:
+            self._retriever.unheld(list(spaces), drop)
 
     def records(self, chunk_ids: Sequence[str]) -> dict[str, ChunkRecord]:
         """Records of those ids that are remembered or in the catalog."""
@@ -73,7 +86,5 @@ class Remembered:
     def forget(self, chunk_ids: Iterable[str]) -> None:
         """Deleted chunks are deleted in every form."""
         with self._lock:
-            for chunk_id in chunk_ids:
-                record = self._records.pop(chunk_id, None)
-                if record is not None:
-                    self._retriever.anchors.remove([chunk_id], record.namespace)
+            gone = [self._records.pop(chunk_id) for chunk_id in chunk_ids if chunk_id in self._records]
+        self._drop_anchors(gone)

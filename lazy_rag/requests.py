@@ -37,7 +37,8 @@ class ChunkUse:
 
 @dataclass
 class Times:
-    """Seconds. `first_token` counts from submission to the engine; `decode` from the first token to the last."""
+    """Seconds. `first_token` counts from submission to the engine; `decode` from the first token to the last; `encode`
+    is all the waiting for chunks while admitted, also after giving way."""
 
     retrieve: float = 0.0
     queue: float = 0.0
@@ -143,7 +144,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     times: Times = field(default_factory=Times)
-    encoded_at: float = 0.0
+    encoded_at: float = 0.0  # its latest admission, or the latest arrival of a chunk since
     first_token_at: float = 0.0
 
     @property

@@ -79,13 +79,22 @@ class Residency:
         """Are chunks on their way here, and none to be computed?"""
         return bool(self.encodings) and not any(e.sequence.remaining for e in self.encodings.values())
 
-    def fill(self, entry: CachedChunk) -> str:
-        """Start to load or encode a begun entry; returns from where it comes. On an error it is abandoned."""
+    def source(self, chunk: Chunk) -> str | None:
+        """The tier to load a chunk from; None: encode it. Ask once a chunk: a slow tier is tried every so many times it
+        is asked for."""
+        return None if chunk.id in self._deleted else self.tiers.source(chunk)
+
+    def fill(self, entry: CachedChunk, *, load: bool = False) -> str:
+        """Start to load or encode a begun entry; returns from where it comes. On an error it is abandoned.
+
+        Args:
+            load: `source` has named a tier, so it is loaded from whichever has it by now (making room moves chunks).
+        """
         chunk = entry.chunk
         try:
             # what an earlier owner left behind the chunk's end must not leave with its record
             self._pool.clear(entry.pages[-1])
-            source = None if chunk.id in self._deleted else self.tiers.source(chunk)
+            source = self.tiers.where(chunk) if load else self.source(chunk)
             if source is None:
                 encoding = Encoding(entry, self._sequence(entry))
             else:
@@ -142,7 +151,7 @@ class Residency:
         now = time.perf_counter()
         for request in encoding.waiters:
             request.pending.discard(chunk.id)
-            request.times.encode = now - request.submitted - request.times.queue
+            request.times.encode += now - request.encoded_at
             request.encoded_at = now
         for job in encoding.jobs:
             job.in_flight -= 1
@@ -153,12 +162,12 @@ class Residency:
         here = [self._cache.lease(entry) for entry in map(self.find, chunks) if entry is not None]
         try:
             for chunk in chunks:
-                if self.find(chunk) is None and chunk.id not in self._deleted and self.tiers.source(chunk) is not None:
+                if self.find(chunk) is None and self.source(chunk) is not None:
                     pages = self._cache.allocate(self._pool.pages_for(len(chunk)), [chunk])
                     if pages is None:
                         return
                     entry = self._cache.begin(chunk, pages)
-                    entry.promoted_from = self.fill(entry)
+                    entry.promoted_from = self.fill(entry, load=True)
         finally:
             for entry in here:  # they were leased so that the others do not push them out
                 self._cache.release(entry)

@@ -329,6 +329,16 @@ class Retriever:
         wanted = _checked_ids(chunk_ids)
         return self._call(lambda: self._catalog.known(wanted))
 
+    def unheld(self, chunk_ids: Sequence[str], then: Callable[[list[str]], None]) -> None:
+        """Call `then`, in the owner thread, with those ids that no document holds: none is added before it returns."""
+        wanted = _checked_ids(chunk_ids)
+
+        def look() -> None:
+            held = self._catalog.known(wanted)
+            then([chunk_id for chunk_id in wanted if chunk_id not in held])
+
+        self._call(look)
+
     def vectors(self, chunk_ids: Sequence[str]) -> Vectors:
         """The stored unit vectors, float32 `[n, d]`, in the order of the ids. Raises UnknownChunkError."""
         wanted = _checked_ids(chunk_ids)

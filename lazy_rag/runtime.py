@@ -30,6 +30,7 @@ from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
 from lazy_rag.arguments import checked_keywords
 from lazy_rag.building import Settings, build, known_ttl
+from lazy_rag.catalog import check_namespace
 from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
@@ -59,13 +60,12 @@ from lazy_rag.preparing import (
     QueryOptions,
     RequestOptions,
     known_chunk,
-    known_namespace,
 )
 from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.stats import Occupancy, Stats, snapshot
-from lazy_rag.store import read_warm, write_warm
+from lazy_rag.store import change_warm, read_warm
 from lazy_rag.tools import CallFilter
 
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
@@ -161,7 +161,7 @@ class Runtime:
             ttl=ttl,
         )
         known_repair(repair)
-        known_namespace(namespace)
+        check_namespace(namespace)
         policy = make_policy(policy)
         if live and dtype is not None and settings.dtype != model.dtype:
             raise ConfigError(f"the model is {model.dtype}: convert it, or leave dtype out")
@@ -301,7 +301,7 @@ class Runtime:
             new = [ChunkId(i) for i in fresh]
             self._engine.call(lambda: self._engine.residency.welcome(new)).result()
         if encode == "now":
-            self._encode([self.chunk(i) for i in dict.fromkeys(ids)], evict=False)
+            self._encode([self.chunk(i, namespace=space) for i in dict.fromkeys(ids)], evict=False)
         return ids
 
     def _index(
@@ -483,7 +483,7 @@ class Runtime:
         self._require_open()
         if not isinstance(layout, PromptLayout):
             raise ConfigError("explain takes a layout: rt.explain(rt.layout(question, ids))")
-        space = None if namespace is None else known_namespace(namespace)
+        space = None if namespace is None else check_namespace(namespace)
         return self._engine.call(lambda: explain_layout(self._parts, layout, space)).result()
 
     @checked_keywords()
@@ -514,8 +514,7 @@ class Runtime:
         if self._store is None:
             raise ConfigError("a warm list is kept in a store, and this runtime has none: use prefetch")
         wanted: list[str] = [chunk.id for chunk in chunks]
-        lists = {**read_warm(self._store.folder), space: wanted}
-        write_warm(self._store.folder, {name: listed for name, listed in lists.items() if listed})
+        change_warm(self._store.folder, space, wanted)
         return self.prefetch(wanted, namespace=namespace)
 
     def _warm_up(self, folder: Path) -> None:

@@ -202,7 +202,7 @@ class Sampler:
         self._constraint = constraint
         self._logprobs = params.logprobs
         self._greedy = params.greedy
-        self._processors = _processors(params, device)
+        self._processors = _processors(params)
         self._generator: torch.Generator | None = None
         if not self._greedy:
             self._generator = torch.Generator(device=device)
@@ -276,7 +276,7 @@ class Sampler:
         return probabilities / times.clamp_min_(torch.finfo(torch.float32).tiny)
 
 
-def _processors(params: SamplingParams, device: torch.device) -> LogitsProcessorList:
+def _processors(params: SamplingParams) -> LogitsProcessorList:
     """The processors that `generate` would use, in its order, leaving out those that change nothing."""
     processors = LogitsProcessorList()
     if params.repetition_penalty not in (None, 1.0):

@@ -5,7 +5,8 @@ work, so the time between two tokens of a stream is that of such a pass, whateve
 
     decoding requests   one row each, always
     prompts             live tokens of requests whose chunks are resident; a long one leaves room for those behind it
-    chunks              missing chunks, those that a request waits for first; they always get a share
+    chunks              missing chunks, those that a request waits for first; beside prompts they get a quarter of these
+                        rows, and one at least; a single row goes to prompts and chunks by turns
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ def compose(
         decoding: has one row to compute each; which of them go is rotated by `turn` when they are more than a step.
         prompts, chunks: in the order in which they should be finished.
         rows: most rows of a step (at least 2, or decoding and other work could not share one).
-        turn: number of the step.
+        turn: number of the step, one more each time.
     """
     beside = rows if not decoding else max(1, rows // BESIDE_DECODING)
     room = max(1, rows - beside) if prompts or chunks else rows
     step = [(work, 1) for work in _window(decoding, room, turn)]
     left = min(beside, max(1, rows - len(step)))
-    granted = _deal(prompts, left - left // 4 if chunks else left)
+    share = max(1, left // 4) if left > 1 else turn % 2
+    granted = _deal(prompts, left - share if chunks else left)
     left -= sum(granted)
     for work in chunks:
         taken = min(work.remaining, left)

@@ -46,6 +46,7 @@ def simulate(
     *,
     pages: int,
     page_size: int = 16,
+    page_bytes: int = 2 << 20,
     seconds_per_token: float = 1e-4,
     ttl: float | None = None,
 ) -> Simulation:
@@ -53,26 +54,28 @@ def simulate(
 
     Args:
         trace: (time, chunk key, tokens) of each use, in order of time.
+        page_bytes: what policies are told a page takes; the default is 16 tokens of 32 layers with 8 KV heads of 128
+            in 16 bits.
         seconds_per_token: cost of computing a token, for cost-aware policies.
         ttl: seconds after which a chunk's KV is gone; None: never.
 
     Raises ConfigError for sizes below 1, an unknown policy, and a key that comes with two lengths.
     """
-    if pages < 1 or page_size < 1:
-        raise ConfigError(f"pages={pages!r} and page_size={page_size!r} must be at least 1")
-    cache, result = _Cache(make_policy(policy), pages), Simulation()
+    if pages < 1 or page_size < 1 or page_bytes < 1:
+        raise ConfigError(f"pages={pages!r}, page_size={page_size!r} and page_bytes={page_bytes!r} must be at least 1")
+    cache, result = _Cache(make_policy(policy), pages, ttl), Simulation()
     lengths: dict[str, int] = {}
     for time, key, tokens in trace:
         if tokens < 1 or lengths.setdefault(key, tokens) != tokens:
             raise ConfigError(f"chunk {key!r} has {tokens} tokens here, and {lengths.get(key)} elsewhere")
         result.uses += 1
         result.tokens += tokens
-        if cache.use(ChunkId(key), time, ttl):
+        if cache.use(ChunkId(key), time):
             result.hits += 1
             result.tokens_hit += tokens
         else:
             count = -(-tokens // page_size)
-            cache.add(ChunkId(key), time, count, Size(tokens, count * page_size, tokens * seconds_per_token))
+            cache.add(ChunkId(key), time, count, Size(tokens, count * page_bytes, tokens * seconds_per_token))
     result.evictions = cache.evictions
     return result
 
@@ -80,15 +83,20 @@ def simulate(
 class _Cache:
     """What `ChunkCache` does, with counts in place of pages."""
 
-    def __init__(self, policy: EvictionPolicy, pages: int) -> None:
+    def __init__(self, policy: EvictionPolicy, pages: int, ttl: float | None) -> None:
         self._policy = policy
+        self._ttl = ttl
         self._pages = self._free = pages
         self._resident: dict[ChunkId, tuple[int, float]] = {}  # pages held, time of arrival
         self.evictions = 0
 
-    def use(self, key: ChunkId, time: float, ttl: float | None) -> bool:
-        if key in self._resident and ttl is not None and time - self._resident[key][1] >= ttl:
-            self._remove(key, evicted=False)
+    def _drop_expired(self, time: float) -> None:
+        if self._ttl is not None:
+            for key in [key for key, (_, born) in self._resident.items() if time - born >= self._ttl]:
+                self._remove(key, evicted=False)
+
+    def use(self, key: ChunkId, time: float) -> bool:
+        self._drop_expired(time)
         if key not in self._resident:
             return False
         self._policy.used(key)

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -165,6 +165,17 @@ def read_warm(folder: Path) -> dict[str, list[str]]:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         _log.warning("the warm list of %s cannot be read: %s", folder, error)
         return {}
+
+
+def change_warm(folder: Path, namespace: str, ids: Sequence[str]) -> None:
+    """Set one namespace's part of the warm list; an empty one leaves. Of changes at the same time, by any process, each
+    keeps what the others wrote. Raises StoreError."""
+    try:
+        with moment(folder / "records.lock", alone=True):
+            lists = {**read_warm(folder), namespace: list(ids)}
+            write_warm(folder, {name: listed for name, listed in lists.items() if listed})
+    except OSError as error:
+        raise StoreError(f"cannot lock the store {str(folder)!r}: {error}") from error
 
 
 def write_warm(folder: Path, lists: dict[str, list[str]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from lazy_rag.requests import Completion, Ticket
@@ -63,6 +64,9 @@ class _AsyncMailbox(_Mailbox):
         self._something = asyncio.Event()
 
     def put(self, text: str) -> None:
+        """Raises RuntimeError when the loop is closed: nobody will read any more."""
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop of the stream's reader is closed")
         with self._changed:
             asleep = not self._unread
             self._unread.append(text)
@@ -72,7 +76,7 @@ class _AsyncMailbox(_Mailbox):
     def end(self, _: object = None) -> None:
         with self._changed:
             self._ended = True
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._something.set)
 
     async def aget(self) -> str | None:

@@ -67,9 +67,8 @@ class Tiers:
         self._loader: OwnerThread | None = None
         self._saver: OwnerThread | None = None
         self._pending: dict[ChunkId, tuple[Tensor, float]] = {}  # on their way to disk: pages, time of birth
-        self._room = threading.Condition()  # guards the two below
-        self._backlog = 0
-        self._closed = False
+        self._room = threading.Condition()  # guards the backlog
+        self._backlog = 0  # bytes
 
     @property
     def exist(self) -> bool:
@@ -170,7 +169,6 @@ class Tiers:
 
     def close(self) -> None:
         """Finish what was begun, and end the threads. Idempotent."""
-        self._closed = True
         for thread in (self._loader, self._saver):
             if thread is not None:
                 thread.end()

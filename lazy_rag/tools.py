@@ -106,7 +106,7 @@ class ToolUse:
             marker = form.marker
             not_a_call = r"~/(?s:\s*" + "".join(f"[{c}]" if c not in "\\]^[-" else "\\" + c for c in marker) + ".*)/"
             lines.append(f"TEXT: /(?s:.*)/ & {not_a_call}")
-        return "\n".join(lines).replace('""', "") + "\n"
+        return "\n".join(lines) + "\n"
 
     def _body(self, function: Mapping[str, Any]) -> dict[str, Any]:
         parameters = dict(function["parameters"])
@@ -187,4 +187,5 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text)
+    """Nothing for an empty text: Lark refuses empty literals."""
+    return json.dumps(text) if text else ""

@@ -6,6 +6,7 @@ sides. Elsewhere they are ordinary copies, done when the call returns.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -33,6 +34,7 @@ class Transfers:
         self._device = pool.data.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.copies = 0
+        self._counting = threading.Lock()  # two threads copy
 
     def mark(self) -> Mark:
         """All the model's work so far, that is, on the calling thread's current stream."""
@@ -59,17 +61,21 @@ class Transfers:
         if self._stream is None:
             for source, target in pairs:
                 target.copy_(source)
-                self.copies += 1
+                self._count()
             return Mark()
         assert ready.event is not None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready.event)
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-                self.copies += 1
+                self._count()
             done = torch.cuda.Event()
             done.record()
         return Mark(done)
+
+    def _count(self) -> None:
+        with self._counting:
+            self.copies += 1
 
     def close(self) -> None:
         """Wait for what was started."""

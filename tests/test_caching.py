@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lazy_rag import Runtime, SamplingParams
+from lazy_rag import Runtime, SamplingParams, store
 from lazy_rag.errors import CacheFullError, ConfigError, StoreError, UnknownChunkError
 from lazy_rag.keys import ChunkId
 from tests.fixtures import PAGE, make_runtime, pages
@@ -246,6 +249,25 @@ def test_a_warm_list_is_loaded_whenever_the_store_is_opened(tmp_path: Path) -> N
     make_runtime(store=tmp_path).close()
     with make_runtime() as rt, pytest.raises(ConfigError, match="store"):
         rt.warm([])
+
+
+def test_warm_lists_set_at_the_same_time_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By threads here; the lock is between processes too."""
+    together = threading.Barrier(8)  # of readers of the same lists, if nothing keeps them apart
+    read = store.read_warm
+
+    def slow(folder: Path) -> dict[str, list[str]]:
+        lists = read(folder)
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.5)
+        return lists
+
+    monkeypatch.setattr(store, "read_warm", slow)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: store.change_warm(tmp_path, f"n{i}", [str(i)]), range(8)))
+    assert read(tmp_path) == {f"n{i}": [str(i)] for i in range(8)}
+    store.change_warm(tmp_path, "n3", [])
+    assert sorted(read(tmp_path)) == [f"n{i}" for i in range(8) if i != 3]
 
 
 def test_a_warm_list_that_cannot_be_written(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -223,6 +225,12 @@ def test_remembered_texts_are_served_but_neither_searched_nor_kept(tmp_path: Any
         assert chunk_uses(rt.chat(message, anchor=True, sampling=GREEDY)) == []
 
 
+def test_remembered_texts_are_encoded_at_once_in_any_namespace() -> None:
+    with make_runtime() as rt:
+        ids = rt.remember([TOWER, BRIDGE], encode="now", namespace="other")
+        assert rt._engine.call(lambda: [i in rt._engine.cache for i in ids]).result() == [True, True]
+
+
 def test_remembered_texts_are_bounded_and_known_ones_not_tokenised_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_runtime() as rt:
         chunker, retriever = rt._parts.chunker, rt._retriever
@@ -237,6 +245,47 @@ def test_remembered_texts_are_bounded_and_known_ones_not_tokenised_again(monkeyp
         monkeypatch.setattr(chunker, "record", lambda text, space: tokenised.append(text) or record(text, space))
         assert remembered.add(texts[2:], "") == (ids[2:], [])
         assert tokenised == []
+
+
+def test_a_chunk_added_while_its_remembered_text_is_dropped_keeps_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog is asked, and the anchor removed, in one turn of the thread that adds chunks."""
+    with make_runtime() as rt:
+        retriever = rt._retriever
+        remembered = Remembered(rt._parts.chunker, retriever, limit=1)
+        (tower,), _ = remembered.add([TOWER], "")
+        adding: list[threading.Thread] = []
+        remove = retriever.anchors.remove
+
+        def slow(*arguments: Any) -> None:
+            if not adding:
+                adding.append(threading.Thread(target=rt.add_chunks, args=([TOWER],)))
+                adding[0].start()
+                adding[0].join(0.2)  # it ends in here only if the catalog can change between question and removal
+            remove(*arguments)
+
+        monkeypatch.setattr(retriever.anchors, "remove", slow)
+        remembered.add([BRIDGE], "")
+        adding[0].join(30)
+        assert retriever.anchors.id_of(TOWER) == tower
+        assert list(remembered.records([tower])) == [tower]
+
+
+def test_a_text_remembered_again_while_it_is_dropped_keeps_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_runtime() as rt:
+        retriever = rt._retriever
+        remembered = Remembered(rt._parts.chunker, retriever, limit=1)
+        (tower,), _ = remembered.add([TOWER], "")
+        unheld, again = retriever.unheld, [TOWER]
+
+        def slow(*arguments: Any) -> None:
+            if again:
+                remembered.add([again.pop()], "")
+            unheld(*arguments)
+
+        monkeypatch.setattr(retriever, "unheld", slow)
+        remembered.add([BRIDGE], "")
+        assert retriever.anchors.id_of(TOWER) == tower
+        assert retriever.anchors.id_of(BRIDGE) is None
 
 
 def test_streams_give_the_same_and_hold_the_answer(runtime: Runtime) -> None:
@@ -276,6 +325,27 @@ def test_calls_are_well_formed_with_any_template(template: str | None, choice: s
             assert [c.arguments for c in stream.answer.tool_calls] == [c.arguments for c in answer.tool_calls]
             prompt = text_of(rt, answer)
             assert "Adds two numbers." in prompt
+
+
+@pytest.mark.parametrize("begin", ["", '"', '""', "<call>"])
+def test_empty_and_quoted_strings_in_schemas_and_forms_of_calls_are_kept(begin: str) -> None:
+    """An empty literal is left out of the grammar, and nothing else that looks like one."""
+    unit = {"type": "string", "enum": ["", "m", '"'], "default": "", "description": 'In "".'}
+    tool = {"name": "add", "parameters": {"type": "object", "properties": {"unit": unit}, "required": ["unit"]}}
+    use = ToolUse.of([tool], "required", False)
+    assert use is not None
+    grammar = replace(use, format=CallFormat(begin, "arguments", "")).grammar()
+    assert grammar is not None
+    body = next(line for line in grammar.splitlines() if line.startswith("body0: %json "))
+    parameters = json.loads(body.removeprefix("body0: %json "))["properties"]["arguments"]
+    assert parameters["properties"]["unit"] == unit
+    call = next(line for line in grammar.splitlines() if line.startswith("call: "))
+    assert call == f"call: {json.dumps(begin) if begin else ''} (body0) "
+    with make_runtime() as rt:
+        sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=1)
+        answer = rt.chat("Which unit?", tools=[tool], tool_choice="required", sampling=sampling)
+        assert answer.tool_calls[0].arguments["unit"] in unit["enum"]
+        rt.generate("Q", sampling=replace(sampling, grammar=grammar))
 
 
 @pytest.mark.parametrize("template", [CHATML, HERMES, STRICT, None])

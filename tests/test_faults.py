@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
+from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams, streaming
 from lazy_rag.errors import EngineError
 from lazy_rag.keys import ChunkId
 from lazy_rag.policy import LRU
@@ -250,6 +250,26 @@ def test_a_reader_whose_loop_was_stopped_in_the_middle(runtime: Runtime) -> None
     loop.close()
     pages_return(runtime, free)
     del stream
+
+
+def test_a_reader_whose_loop_ended_with_text_unread(runtime: Runtime) -> None:
+    """Nothing wakes such a reader: the loop is looked at with every piece, whether or not there is someone to wake."""
+    free = runtime.stats.pages_free
+    loop = asyncio.new_event_loop()
+
+    async def opened() -> streaming._AsyncMailbox:
+        return streaming._AsyncMailbox()
+
+    pieces = loop.run_until_complete(opened())
+    pieces.put("unread")
+    loop.close()
+    with pytest.raises(RuntimeError, match="event loop"):
+        pieces.put("more")
+    ticket = runtime._engine.submit(prompt(runtime, 20), ENDLESS.resolve(), on_text=pieces.put)
+    completion = ticket.future.result(30)
+    assert completion.finish_reason == "cancelled"
+    assert len(completion.token_ids) < ENDLESS.max_tokens
+    pages_return(runtime, free)
 
 
 def test_leaving_the_interpreter_with_work_everywhere() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +365,7 @@ def test_a_record_round_trips_and_an_absent_one_is_none(tmp_path: Path) -> None:
         lambda path: rewritten(path, pages=PAGES.reshape(4, 6)),
         lambda path: rewritten(path, pages=PAGES.view(torch.int32)),
         lambda path: rewritten(path, token_ids=torch.tensor(1)),
+        lambda path: rewritten(path, token_ids=torch.tensor([1, 2, 3]).to(torch.float8_e4m3fn)),
         lambda path: save_file({"other": PAGES}, path),
         lambda path: (path.unlink(), path.mkdir()),
     ],
@@ -376,6 +379,76 @@ def test_a_bad_record_is_set_aside_and_never_raises(tmp_path: Path, damage: Call
     assert records.load(SMALL) is None
     records.save(SMALL, PAGES)
     assert records.load(SMALL) is not None
+
+
+@pytest.mark.parametrize("free", range(3))
+def test_a_record_that_cannot_be_read_for_want_of_file_handles_stays(tmp_path: Path, free: int) -> None:
+    """A busy server's trouble says nothing about the record's bytes, whatever step of reading meets it."""
+    records = saved(tmp_path)
+    taken, limits = [os.dup(0)], resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 4, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(free):
+            os.close(taken.pop())
+        loaded = records.load(SMALL)
+        problem: Any = None
+        try:
+            problem = records.problem(SMALL.id, SMALL.token_ids)
+        except StoreError as error:
+            problem = error
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for handle in taken:
+            os.close(handle)
+    assert loaded is None or torch.equal(loaded.pages, PAGES)
+    assert problem is None or isinstance(problem, StoreError)
+    assert free or loaded is None
+    assert records.quarantined == []
+    again = records.load(SMALL)
+    assert again is not None and torch.equal(again.pages, PAGES)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), PermissionError(13, "no"), OSError(5, "I/O"), RuntimeError("can't allocate memory")]
+)
+def test_a_record_that_cannot_be_read_is_not_a_bad_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    records = saved(tmp_path)
+
+    def failing(*_: object) -> Any:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lazy_rag.records.safe_open", failing)
+        assert records.load(SMALL) is None
+        with pytest.raises(StoreError, match="cannot be read"):
+            records.problem(SMALL.id, SMALL.token_ids)
+    assert records.quarantined == []
+    assert records.load(SMALL) is not None
+
+
+def test_an_expired_record_that_cannot_be_deleted_is_not_a_bad_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    records = KVRecords(tmp_path, "layout", "space", ttl=10.0, clock=lambda: now[0])
+    records.save(SMALL, PAGES)
+    now[0] += 11
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        assert records.load(SMALL) is None
+    assert records.quarantined == []
+    assert records.state(SMALL.id) == "expired"
+    assert records.load(SMALL) is None
+    assert not records.path(SMALL.id).exists()
 
 
 def test_a_record_of_another_key_space_is_not_served(tmp_path: Path) -> None:

@@ -148,9 +148,9 @@ def test_the_simulator_counts_what_a_plain_cache_does(
         time += pause
         key, length = ChunkId(str(number)), lengths[number]
         trace.append((time, key, length))
-        if ttl is not None and key in held and time >= held[key] + ttl:
-            del held[key]
-            model.removed(key, evicted=False)
+        for old in [old for old in held if ttl is not None and time >= held[old] + ttl]:
+            del held[old]
+            model.removed(old, evicted=False)
         if key in held:
             hits, tokens = hits + 1, tokens + length
             model.used(key)
@@ -162,8 +162,8 @@ def test_the_simulator_counts_what_a_plain_cache_does(
                 evictions += 1
             held[key] = time
             count = -(-length // 8)
-            model.added(key, Size(length, count * 8, length * 1e-4))
-    result = simulate(trace, name, pages=6, page_size=8, ttl=ttl)
+            model.added(key, Size(length, count * 1000, length * 1e-4))
+    result = simulate(trace, name, pages=6, page_size=8, page_bytes=1000, ttl=ttl)
     assert (result.hits, result.tokens_hit, result.evictions) == (hits, tokens, evictions)
     assert (result.uses, result.tokens) == (len(trace), sum(length for _, _, length in trace))
     assert result.hit_ratio == (hits / len(trace) if trace else 0)
@@ -174,6 +174,23 @@ def test_a_trace_that_makes_no_sense_is_refused() -> None:
         simulate([(0, "a", 4), (1, "a", 5)], pages=1)
     with pytest.raises(ConfigError, match="at least 1"):
         simulate([], pages=0)
+    with pytest.raises(ConfigError, match="page_bytes=0"):
+        simulate([], pages=1, page_bytes=0)
+
+
+def test_expired_chunks_go_before_any_other_in_a_simulation() -> None:
+    """As in the cache: the first to go would be "b", but "a" has expired and makes room by itself."""
+    sizes: list[Size] = []
+
+    class Watched(LRU):
+        def added(self, chunk_id: ChunkId, size: Size) -> None:
+            sizes.append(size)
+            super().added(chunk_id, size)
+
+    trace = [(0, "a", 8), (3, "b", 8), (3.5, "a", 8), (5, "c", 9), (6, "b", 8)]
+    result = simulate(trace, Watched(), pages=3, page_size=8, page_bytes=4096, ttl=4.0)
+    assert (result.hits, result.evictions) == (2, 0)
+    assert [size.bytes for size in sizes] == [4096, 4096, 8192]
 
 
 def test_a_slow_tier_is_passed_over_once_that_is_measured_and_tried_again_now_and_then() -> None:

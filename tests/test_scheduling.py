@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
 from lazy_rag.errors import CacheFullError, ConfigError, DeadlineExceededError
 from lazy_rag.execution import Logits
 from lazy_rag.plan import Part
-from lazy_rag.requests import Completion, Ticket
+from lazy_rag.requests import Completion, Request, Ticket
 from lazy_rag.scheduler import BESIDE_DECODING
 from tests.fixtures import PAGE, make_runtime
 from tests.layouts import make_chunk, random_tokens
@@ -155,6 +156,38 @@ def test_requests_give_way_and_come_back_with_the_same_result() -> None:
         assert sum(c.preempted for c in together) == small.stats.preemptions
         assert together[0].preempted == 0  # the oldest never gives way
         assert small.check() == []
+
+
+def test_waiting_for_chunks_is_added_up_over_admissions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between giving way and being admitted again is no encoding."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    with make_runtime() as rt:
+        engine, chunk = rt._engine, make_chunk(rt, [30] * 2 * PAGE)
+        layout = LayoutBuilder(rt.prefix, PAGE).segment(chunk).live([20]).build()
+        request = Request(layout, greedy(2).resolve(), Ticket(lambda: None, None), False, 0.0, (0, 0))
+
+        def admitted(at: float, encoded: float) -> float:
+            clock.now = at
+            assert engine.admission.admit(request)
+            clock.now = encoded
+            engine.residency.publish(engine.residency.encodings[chunk.id])
+            return request.times.encode
+
+        def play() -> None:
+            assert admitted(1.0, 3.0) == 2.0
+            assert request.times.queue == 1.0
+            engine.admission.give_way(request)
+            engine.admission.waiting.remove(request)
+            engine.cache.discard(chunk.id)
+            assert admitted(10.0, 13.0) == 5.0
+            engine.admission.release(request)
+            engine.cache.discard(chunk.id)
+
+        monkeypatch.setattr("lazy_rag.residency.time", clock)
+        monkeypatch.setattr("lazy_rag.admission.time", clock)
+        engine.call(play).result()
+        monkeypatch.undo()
+        assert rt.check() == []
 
 
 def test_chunks_nobody_needs_go_before_any_request_gives_way() -> None:

@@ -18,6 +18,7 @@ from lazy_rag.cache import ChunkCache
 from lazy_rag.errors import ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.policy import LRU
+from lazy_rag.rates import Rates
 from lazy_rag.transfers import Mark, Transfers
 from tests.fixtures import PAGE, make_runtime
 from tests.test_cache import add, make_chunk, make_pool
@@ -439,6 +440,49 @@ def test_a_promoted_chunk_is_told_as_what_it_was_for_the_request(
         assert rt.query(TEXTS[0], k=1, sampling=SHORT).receipt.chunks[1].tier == ("encoded" if bad else "disk")
         assert rt.stats.chunk_misses == bad
         assert rt.query(TEXTS[0], k=1, sampling=SHORT).receipt.chunks[1].tier == "host"
+
+
+def test_promoting_asks_once_whether_loading_is_worth_it() -> None:
+    """A slow tier is tried again every 32nd time: asking twice a chunk, the turn was lost on the chunk's encoding."""
+    with small_runtime(2, measured=True) as rt:
+        ids = rt.add_chunks(TEXTS)
+        in_arena(rt, ids)
+        engine, chunk = rt._engine, rt.chunk(ids[0])
+
+        def tries(count: int) -> str | None:
+            for _ in range(count):
+                engine.residency.promote([chunk])
+            found = engine.residency.encodings.get(chunk.id)
+            return None if found is None else found.source
+
+        def slow() -> None:
+            rates = engine.cache.rates = engine.residency.tiers._rates = Rates()
+            for _ in range(16):
+                rates.loaded("host", 1, 1000.0)
+                rates._encode.add(1, 0.001)
+
+        engine.call(slow).result()
+        assert engine.call(lambda: (tries(31), tries(1))).result() == (None, "host")
+        assert rt.check() == []
+
+
+def test_a_chunk_that_making_room_pushes_out_of_the_arena_is_computed() -> None:
+    with small_runtime(2) as rt:
+        ids = rt.add_chunks(TEXTS)
+        attach_arena(rt, max(sizes(TEXTS)[0]))  # one chunk
+        for chunk_id in ids[:3]:
+            used(rt, [chunk_id])
+        engine, chunk = rt._engine, rt.chunk(ids[0])
+
+        def promoted() -> str:
+            assert engine.residency.tiers.where(chunk) == "host"
+            engine.residency.promote([chunk])
+            return engine.residency.encodings[chunk.id].source
+
+        assert engine.call(promoted).result() == "encoded"
+        answer = rt.generate("Q", ids[:1], sampling=SHORT)
+        assert answer.token_ids == fresh_answers([[0]])[0]
+        assert rt.check() == []
 
 
 def test_what_is_on_its_way_to_disk_is_served_and_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
