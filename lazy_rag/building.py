@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.pool import PageLayout, PagePool
 from lazy_rag.prompt import ChatFormat
 from lazy_rag.records import KVRecords
+from lazy_rag.sampling import is_finite
 from lazy_rag.tiers import Tiers
 from lazy_rag.tokens import TextTokenizer
 from lazy_rag.transfers import Transfers
@@ -78,8 +80,9 @@ class Settings:
             optional = name in ("max_context", "cache_bytes", "host_bytes", "max_queue")
             if value is None and optional:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a positive whole number")
+            least = 2 if name == "encode_tokens" else 1  # a step holds a decoding request and something else
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
         for name in ("prefix", "separator", "namespace"):
             if not isinstance(rest[name], str):
                 raise ConfigError(f"{name}={rest[name]!r} must be a string")
@@ -102,7 +105,7 @@ def known_ttl(ttl: object) -> float | None:
     """Seconds, or None. Raises ConfigError."""
     if ttl is None:
         return None
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
+    if not isinstance(ttl, int | float) or not (is_finite(ttl) or ttl == math.inf) or ttl <= 0:
         raise ConfigError(f"ttl={ttl!r} must be a number of seconds above 0, or None")
     return float(ttl)
 
@@ -172,7 +175,7 @@ def _build(
     count = _cache_bytes(settings) // (layout.elements * model.dtype.itemsize)
     try:
         pool = PagePool(layout, count, dtype=model.dtype, device=model.device)
-    except (RuntimeError, OverflowError) as error:
+    except (RuntimeError, OverflowError, TypeError) as error:
         if isinstance(error, LazyRAGError):
             raise
         raise ConfigError(f"cache_bytes: a budget of {count} pages cannot be had from this machine: {error}") from error

@@ -258,14 +258,20 @@ class ChunkCache:
 
     def require_quota(self, chunks: Iterable[Chunk]) -> None:
         """Raises CacheFullError when a namespace's quota can never hold these chunks at once."""
+        wanted = {chunk.id: chunk for chunk in chunks}
         sizes: Counter[str] = Counter()
-        for chunk in chunks:
+        pinned: Counter[str] = Counter()
+        for chunk in wanted.values():
             sizes[chunk.namespace] += self.pool.pages_for(len(chunk))
+        for entry in self._published.values():
+            if entry.chunk.id not in wanted and self.is_pinned(entry):
+                pinned[entry.chunk.namespace] += len(entry.pages)
         for name, quota in self._quotas.items():
-            if sizes[name] > quota:
+            if sizes[name] and sizes[name] + pinned[name] > quota:
                 raise CacheFullError(
-                    f"the chunks need {sizes[name]} pages of {self.pool.page_size} tokens, but the quota of namespace "
-                    f"{name!r} is {quota}: raise its quota, or use fewer chunks"
+                    f"the chunks need {sizes[name]} pages of {self.pool.page_size} tokens beside {pinned[name]} that "
+                    f"are pinned, but the quota of namespace {name!r} is {quota}: raise its quota, unpin chunks, or "
+                    "use fewer"
                 )
 
     def _expired(self, entry: CachedChunk) -> bool:

@@ -4,7 +4,6 @@ page is taken.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, know
 from lazy_rag.prompt import Message
 from lazy_rag.remembering import Remembered
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
-from lazy_rag.sampling import SamplingParams
+from lazy_rag.sampling import SamplingParams, is_finite
 from lazy_rag.tools import ToolUse
 
 Piece = str | ChunkRange | Live
@@ -312,8 +311,7 @@ def _urgency(options: RequestOptions) -> tuple[int, float | None]:
     priority, deadline = options.get("priority"), options.get("deadline")
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise ConfigError(f"priority={priority!r} must be a whole number; higher goes first")
-    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
-    if deadline is not None and not (number and 0 < deadline < math.inf):
+    if deadline is not None and not (is_finite(deadline) and deadline > 0):
         raise ConfigError(f"deadline={deadline!r} must be a positive number of seconds")
     return priority or 0, deadline
 

@@ -35,7 +35,7 @@ from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
-from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, UnknownChunkError
+from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, StoreError, UnknownChunkError
 from lazy_rag.explain import explain_layout
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, known_repair
@@ -684,6 +684,10 @@ class Runtime:
             try:
                 if self._store is not None:
                     write_store(self._store, self._manifest, self._parts, self._retriever, progress=False)
+            except RuntimeClosedError as error:
+                raise StoreError(
+                    f"the engine had stopped: KV that was only in memory is not stored ({error})"
+                ) from error
             finally:
                 self._closed = True
                 self._finalizer()

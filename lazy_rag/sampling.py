@@ -25,6 +25,9 @@ _GREEDY_TEMPERATURE = 1e-5
 _REPLACEMENT = "\ufffd"
 
 
+MOST_SAMPLES = 128  # of one request; each is a request of its own to the engine
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. `None` takes the model's own default, see `resolve`.
@@ -71,7 +74,7 @@ class SamplingParams:
         _check_float("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
         _check_float("min_p", self.min_p, "in [0, 1]", lambda value: 0 <= value <= 1)
         _check_float("repetition_penalty", self.repetition_penalty, "greater than 0", lambda value: value > 0)
-        _check_int("n", self.n, 1, None)
+        _check_int("n", self.n, 1, MOST_SAMPLES)
         _check_int("seed", self.seed, 0, 2**63 - 1, optional=True)
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
@@ -143,11 +146,20 @@ def _check_int(name: str, value: Any, low: int, high: int | None, *, optional: b
         raise ConfigError(f"{name} must be {allowed}{' or None' if optional else ''}, got {value!r}")
 
 
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
 def _check_float(name: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> None:
     if value is None:
         return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not holds(value):
+    if not is_finite(value) or not holds(value):
         raise ConfigError(f"{name} must be a finite number {allowed} or None, got {value!r}")
 
 

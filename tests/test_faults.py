@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams, streaming
-from lazy_rag.errors import EngineError
+from lazy_rag.errors import ConfigError, EngineError
 from lazy_rag.keys import ChunkId
 from lazy_rag.policy import LRU
 from lazy_rag.requests import Ticket
@@ -304,3 +304,93 @@ def test_leaving_the_interpreter_with_work_everywhere() -> None:
     assert set(result.stdout.split()) <= {"RuntimeClosedError", "UnknownChunkError"}
     assert "RuntimeClosedError" in result.stdout
     assert time.monotonic() - began < 60
+
+
+def test_a_policy_that_fails_when_a_chunk_leaves_costs_no_page() -> None:
+    class Broken(LRU):
+        failing = False
+
+        def removed(self, chunk_id: ChunkId, *, evicted: bool) -> None:
+            super().removed(chunk_id, evicted=evicted)
+            if self.failing:
+                raise ValueError("boom")
+
+    policy = Broken()
+    with make_runtime(policy=policy) as rt:
+        ids = rt.add_chunks(["tower " * 20, "river " * 20], encode="now")
+        free = rt.stats.pages_free
+        policy.failing = True
+        rt.delete(ids)
+        assert rt.check() == [] and rt.stats.pages_free > free
+        assert rt.generate("What?", sampling=SamplingParams(max_tokens=2)).token_ids
+
+
+@pytest.mark.parametrize("huge", [10**400, float("nan"), float("inf"), True, "1"])
+def test_numbers_no_float_holds_are_refused_in_words(huge: Any, runtime: Runtime) -> None:
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        with pytest.raises(ConfigError):
+            SamplingParams(**{name: huge})
+    with pytest.raises(ConfigError):
+        runtime.generate("What?", deadline=huge)
+    if huge != float("inf"):
+        with pytest.raises(ConfigError):
+            runtime.pin([], ttl=huge)
+
+
+def test_a_deadline_in_centuries_is_no_timeout(runtime: Runtime) -> None:
+    engine = runtime._engine
+    (layout,) = [runtime.layout("What?")]
+    ticket = engine.submit(layout, SamplingParams(max_tokens=2).resolve(), deadline=1e12)
+
+    def patience() -> float | None:
+        return engine._patience()
+
+    assert (engine.call(patience).result() or 0) <= 3600
+    assert ticket.future.result().token_ids
+
+
+def test_further_samples_do_not_fill_the_queue() -> None:
+    with make_runtime(cache_bytes=6144 * 40, max_queue=3) as rt:
+        gate = threading.Event()
+        rt._engine.call(gate.wait)
+        answers: list[Any] = []
+        many = SamplingParams(max_tokens=30, n=20, temperature=1.0, seed=1, ignore_eos=True)
+        threads = [
+            threading.Thread(target=lambda s=s: answers.append(rt.generate("hi", sampling=s)))
+            for s in (many, SamplingParams(max_tokens=3), SamplingParams(max_tokens=3))
+        ]
+        for thread in threads:
+            thread.start()
+        gate.set()
+        for thread in threads:
+            thread.join()
+        assert len(answers) == 3 and rt.check() == []
+
+
+def test_more_samples_than_an_engine_takes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="n must be"):
+        SamplingParams(n=129)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_forked_child_is_told_so_by_every_call() -> None:
+    code = """
+import os, sys
+from tests.fixtures import make_runtime
+from lazy_rag.errors import RuntimeClosedError
+rt = make_runtime()
+rt.add_chunks(["tower"])
+child = os.fork()
+if child == 0:
+    for call in (rt.check, lambda: rt.pin([]), lambda: rt.prefetch([]), lambda: rt.generate("hi")):
+        try:
+            call()
+        except RuntimeClosedError:
+            continue
+        os._exit(1)
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+rt.close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
