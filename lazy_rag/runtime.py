@@ -562,6 +562,11 @@ class Runtime:
         return self._parts.max_context
 
     @property
+    def identity(self) -> str:
+        """A hash of all that chunk ids are made from: weights, tokenizer, precision, page layout, encode prefix."""
+        return self._parts.keys.id
+
+    @property
     def separator(self) -> str:
         """What is stored at the end of every chunk."""
         return self._parts.chunker.separator

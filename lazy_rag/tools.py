@@ -109,9 +109,9 @@ class ToolUse:
         return "\n".join(lines) + "\n"
 
     def _body(self, function: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = dict(function["parameters"])
-        # references start at the root, which is one level further out now
-        roots = {key: parameters.pop(key) for key in ("$defs", "definitions") if key in parameters}
+        # references start at the root, which is one level further out now: definitions move there, others are rewritten
+        parameters = _rooted(function["parameters"], f"#/properties/{self.format.key}")
+        roots = {key: parameters.pop(key) for key in _DEFINITIONS if key in parameters}
         if "properties" in parameters:
             parameters.setdefault("additionalProperties", False)
         return {
@@ -143,6 +143,24 @@ class ToolUse:
                 break
             rest = body[stop:].lstrip().removeprefix(form.end.strip()).lstrip()
         return tuple(calls)
+
+
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def _rooted(schema: Any, root: str) -> Any:
+    """A copy of a schema that stands at `root` of another one, except its definitions."""
+    if isinstance(schema, list):
+        return [_rooted(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: _rooted(value, root) for key, value in schema.items()}
+    pointer = moved.get("$ref")
+    if isinstance(pointer, str) and f"{pointer}/".startswith("#/"):
+        first = pointer.split("/")[1] if "/" in pointer else ""
+        if first not in _DEFINITIONS:
+            moved["$ref"] = root + pointer[1:]
+    return moved
 
 
 class CallFilter:

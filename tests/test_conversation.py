@@ -446,3 +446,26 @@ def test_wrong_options_are_refused(runtime: Runtime, options: dict[str, Any]) ->
 def test_wrong_messages_are_refused(runtime: Runtime, message: Any) -> None:
     with pytest.raises(ConfigError):
         runtime.chat([message, {"role": "user", "content": "x"}], anchor=True)
+
+
+def test_references_in_a_tools_schema_mean_what_they_meant() -> None:
+    whole = {"type": "integer", "minimum": 0, "maximum": 9}
+    parameters = {
+        "type": "object",
+        "properties": {"x": whole, "y": {"$ref": "#/properties/x"}, "c": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
+        "required": ["x", "y", "c"],
+        "additionalProperties": False,
+    }
+    tools = [{"name": "nest", "description": "", "parameters": parameters}]
+
+    def right(value: Any) -> bool:
+        if set(value) != {"x", "y", "c"} or not all(value[key] in range(10) for key in "xy"):
+            return False
+        return value["c"] is None or right(value["c"])
+
+    with make_runtime() as rt:
+        for seed in range(4):
+            sampling = SamplingParams(max_tokens=200, temperature=1.0, seed=seed)
+            answer = rt.chat("Nest.", tools=tools, tool_choice="nest", sampling=sampling)
+            assert [call.name for call in answer.tool_calls] == ["nest"]
+            assert right(answer.tool_calls[0].arguments)

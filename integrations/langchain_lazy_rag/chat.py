@@ -82,6 +82,16 @@ class ChatLazyRAG(BaseChatModel):
             object.__setattr__(self, "model", self.runtime.about()["model"])
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ChatLazyRAG:
+        """A copy shares the runtime."""
+        shared = {} if self.runtime is None else {id(self.runtime): self.runtime}
+        return super().__deepcopy__({**(memo or {}), **shared})
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Without the runtime: what is unpickled makes or shares one by the model's name."""
+        state = super().__getstate__()
+        return {**state, "__dict__": {**state["__dict__"], "runtime": None}}
+
     def get_runtime(self) -> Runtime:
         """The runtime; loads the model on first use."""
         return self.runtime or Runtime.shared(self.model, **self.runtime_options)
@@ -95,7 +105,9 @@ class ChatLazyRAG(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         names = ("model", *_SAMPLING, "stop", *_REQUEST)
-        return {name: getattr(self, name) for name in names}
+        # two live models may have one name, and an answer of one must not come from a cache of the other's
+        identity = None if self.runtime is None else self.runtime.identity
+        return {**{name: getattr(self, name) for name in names}, "runtime": identity}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
         params = super()._get_ls_params(stop=stop, **kwargs)

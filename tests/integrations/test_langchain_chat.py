@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ import pytest
 
 pytest.importorskip("langchain_core")
 
+from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate
@@ -460,6 +463,22 @@ async def test_an_answer_that_takes_too_long_is_cancelled(rt: Runtime, monkeypat
     while rt.stats.pages_free != free:
         await asyncio.sleep(0.001)
     assert ChatLazyRAG(runtime=rt, timeout=60, max_tokens=2).invoke("Count").usage_metadata is not None
+
+
+def test_copies_share_the_runtime_and_pickles_leave_it_out(rt: Runtime) -> None:
+    model = ChatLazyRAG(runtime=rt, max_tokens=2, temperature=0.0)
+    for copied in (copy.deepcopy(model), model.model_copy(deep=True)):
+        assert copied.runtime is rt and copied.invoke("Count").content == model.invoke("Count").content
+    assert pickle.loads(pickle.dumps(model)).runtime is None
+
+
+def test_a_cache_of_answers_tells_two_models_of_one_name_apart(rt: Runtime) -> None:
+    cache = InMemoryCache()
+    with make_runtime(seed=1) as other:
+        models = [ChatLazyRAG(runtime=each, max_tokens=6, temperature=0.0, cache=cache) for each in (rt, other)]
+        texts = [model.invoke("hi").content for model in models]
+        alone = ChatLazyRAG(runtime=other, max_tokens=6, temperature=0.0).invoke("hi").content
+        assert texts[1] == alone != texts[0]
 
 
 # without the framework
