@@ -17,7 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.indices.prompt_helper import PromptHelper
@@ -38,6 +40,7 @@ from pydantic import BaseModel
 
 from lazy_rag import LazyRAGError, Message, Runtime, SamplingParams
 from lazy_rag.errors import CacheFullError, ContextOverflowError, RetrieverError
+from lazy_rag.retriever import VectorIndex
 from tests.fixtures import CHATML, WordEmbedder, make_runtime, pages
 from tests.test_conversation import HERMES, STRICT
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -376,6 +379,25 @@ def test_complaint_26_nothing_is_pickled() -> None:
     for path in sources:
         for line in path.read_text(encoding="utf-8").splitlines():
             assert not re.match(r"\s*(import|from)\s+(pickle|dill|cloudpickle|joblib|shelve)\b", line), path
+
+
+def test_complaint_27_what_is_searched_on_a_device_is_saved_and_comes_back(tmp_path: Path) -> None:
+    """The index file never depends on where a search runs."""
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(50, 16)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    ids = np.arange(50, dtype=np.int64)
+    index = VectorIndex(16)
+    index.search_on(torch.device("cpu"))
+    index.add(ids, vectors)
+    index.remove([3])
+    index.write(tmp_path / "index.faiss")
+    again = VectorIndex.read(tmp_path / "index.faiss", 16)
+    plain = again.search(vectors[7], 3, again.ids)
+    again.search_on(torch.device("cpu"))
+    for found in (plain, again.search(vectors[7], 3, again.ids)):
+        assert found[0][0] == 7
+        np.testing.assert_array_equal(found[0][:3], index.search(vectors[7], 3, index.ids)[0][:3])
 
 
 def test_complaint_28_faiss_may_be_imported_before_torch() -> None:
