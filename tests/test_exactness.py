@@ -190,7 +190,7 @@ def test_mixed_requests_at_once(runtime: Runtime, family: str) -> None:
     assert sum(decided) > 0.8 * sum(map(len, answers))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("rows", [2, 5, 16])
 def test_bounded_passes(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and chunks longer than one pass continue over their own pages; no pass has more rows than allowed."""
     rng, stock = random.Random(6), tiny_model("mistral")

@@ -657,6 +657,7 @@ def gpt2() -> dict[str, object]:
         ({"model": "smollm2-135m", "compile": "yes"}, ConfigError),
         ({"model": "smollm2-135m", "repair": "magic"}, ConfigError),
         ({"model": "smollm2-135m", "page_size": 0}, ConfigError),
+        ({"model": "smollm2-135m", "encode_tokens": 1}, ConfigError),
         ({"model": "smollm2-135m", "dtype": "int8"}, ConfigError),
         ({"model": "smollm2-135m", "impl": "fast"}, ConfigError),
         ({"model": "smollm2-135m", "policy": "mru", "embedder": None}, ConfigError),
