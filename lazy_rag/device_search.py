@@ -61,8 +61,8 @@ class DeviceVectors:
 
     def ranking(self, query: Vectors, members: _Ids) -> Callable[[int], tuple[_Ids, Vectors]]:
         """For a unit vector [d] and ids (ascending; those not here are passed over): a function that gives the best
-        `want` of them and their inner products, best first."""
-        with self._on_stream():
+        `want` of them and their inner products, best first. Both raise MemoryError on a full device."""
+        with self._on_stream(), _memory():
             scores = self._matrix[: len(self)].mv(torch.from_numpy(np.ascontiguousarray(query)).to(self.device))
             ids = self._ids
             if not np.array_equal(members, ids):
@@ -71,7 +71,7 @@ class DeviceVectors:
                 ids, scores = ids[places], scores[torch.from_numpy(places).to(self.device)]
 
         def best(want: int) -> tuple[_Ids, Vectors]:
-            with self._on_stream():
+            with self._on_stream(), _memory():
                 top: tuple[Tensor, Tensor] = scores.topk(min(want, len(ids)))
                 values, places = (t.cpu().numpy() for t in top)
             return ids[places], values

@@ -90,8 +90,11 @@ class VectorIndex:
         try:
             change(self._copy)
         except MemoryError as error:
-            _LOG.warning("no room for the vectors on %s, FAISS searches on the CPU: %s", self._copy.device, error)
-            self._copy = None
+            self._leave_copy(error)
+
+    def _leave_copy(self, error: MemoryError) -> None:
+        _LOG.warning("no room to search on a GPU, FAISS searches on the CPU: %s", error)
+        self._copy = None
 
     @property
     def ids(self) -> _Ids:
@@ -124,8 +127,16 @@ class VectorIndex:
     def search(self, query: Vectors, k: int, members: _Ids) -> tuple[_Ids, Vectors]:
         """The best `k` of `members` (ascending ids) for a unit vector `[d]`, and at least all that tie with the last of
         them, so that the caller can break ties; ids and scores, best first."""
-        rank = self._ranking(query, members) if self._copy is None else self._copy.ranking(query, members)
-        limit = min(len(members), self._index.ntotal)
+        if self._copy is not None:
+            try:
+                return self._best(self._copy.ranking(query, members), k, len(members))
+            except MemoryError as error:
+                self._leave_copy(error)
+        return self._best(self._ranking(query, members), k, len(members))
+
+    def _best(self, rank: Callable[[int], tuple[_Ids, Vectors]], k: int, count: int) -> tuple[_Ids, Vectors]:
+        """`search` by a function that gives the best so many of `count` members."""
+        limit = min(count, self._index.ntotal)
         want = min(k + 1, limit)
         while want:
             ids, scores = rank(want)
@@ -201,7 +212,8 @@ class Retriever:
         self._index: VectorIndex | None = None
         self._index_state = ""
         self._members: dict[str, tuple[_Ids, _Ids]] = {}
-        # the texts of all chunks; changed in the owner thread, in the order of the writes
+        # the texts of the chunks there were at the start and of those written here since, not of those that another
+        # process adds to the same folder; changed in the owner thread, in the order of the writes
         self.anchors = Anchors()
         self._close_lock = threading.Lock()
         self._closed = False

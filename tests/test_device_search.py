@@ -91,6 +91,19 @@ def test_without_room_faiss_goes_on(change: str, monkeypatch: pytest.MonkeyPatch
     same_hits(plain, copied, normalise_rows(rng.normal(size=(1, 24)))[0], 5, plain.ids)
 
 
+def test_without_room_to_search_faiss_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    plain, copied = index_pair(rng, "cpu", count=100)
+    query = normalise_rows(rng.normal(size=(1, 24)))[0]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.Tensor, "topk", full)
+    same_hits(plain, copied, query, 5, plain.ids)
+    assert copied.searched_by == "faiss on the CPU"
+
+
 @pytest.mark.gpu
 def test_a_retriever_on_a_gpu_searches_there() -> None:
     with Retriever(Embedder.load(WordEmbedder()), device=torch.device("cuda")) as opened:

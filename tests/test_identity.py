@@ -101,7 +101,7 @@ def test_weights_that_change_under_a_name_change_the_key(tmp_path: Path) -> None
     assert key() == before
 
 
-def adapter(rank: int, alpha: float, path: str = "/tmp/a") -> Any:
+def adapter(rank: int, alpha: float, path: str = "a") -> Any:
     fields = {"r": rank, "lora_alpha": alpha, "target_modules": {"q_proj", "v_proj"}, "base_model_name_or_path": path}
     return SimpleNamespace(to_dict=lambda: dict(fields))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import pickle
+import pickle  # programs copy and send model objects about; none of ours is ever read from a file
 import subprocess
 import sys
 from collections.abc import Iterator

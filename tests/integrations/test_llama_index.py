@@ -7,7 +7,7 @@ import copy
 import importlib
 import io
 import json
-import pickle
+import pickle  # programs copy and send model objects about; none of ours is ever read from a file
 import sys
 import threading
 from collections.abc import Iterator
