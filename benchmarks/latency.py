@@ -28,11 +28,13 @@ import torch
 import triton
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertModel, BertTokenizerFast, PreTrainedModel
 
 from benchmarks.common import Timing, finish, lay_out, machine, make_chunk, measure
 from lazy_rag import PromptLayout, Runtime, SamplingParams
 from lazy_rag.catalog import ChunkRecord
+from lazy_rag.embedder import Embedder
 from lazy_rag.layout import Chunk
 from tests.oracle import oracle_logits
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -97,24 +99,15 @@ class Results(dict[str, float]):
         print(f"  {name}: {1000 * seconds:.2f} ms", flush=True)
 
 
-class Embedder:
-    """Random weights in the shape of all-MiniLM-L6-v2, on the GPU. Under random weights texts need not lie near one
-    another, so all get a common part: the five texts are then nearer to every question than random vectors are."""
-
-    def __init__(self, model: SentenceTransformer) -> None:
-        self.model, self.device = model, model.device
-        self.common = np.zeros(DIMENSION, dtype=np.float32)
-        self.common[0] = 3.0
-
-    def encode(self, texts: list[str]) -> np.ndarray[Any, Any]:
-        vectors: np.ndarray[Any, Any] = self.model.encode(texts, show_progress_bar=False) + self.common
-        return vectors
-
-
-def make_embedder(folder: Path) -> Embedder:
+def save_embedder(folder: Path) -> Path:
+    """A sentence-transformers model of random weights in the shape of all-MiniLM-L6-v2. Under random weights texts need
+    not lie near one another, so a last layer gives all a common part: the five texts are then nearer to every question
+    than random vectors are."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(30000))]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
+    bert, saved = folder / "bert", folder / "embedder"
+    bert.mkdir()
+    (bert / "vocab.txt").write_text("\n".join(words))
+    BertTokenizerFast(vocab_file=str(bert / "vocab.txt")).save_pretrained(bert)
     config = BertConfig(
         vocab_size=len(words),
         hidden_size=DIMENSION,
@@ -122,9 +115,15 @@ def make_embedder(folder: Path) -> Embedder:
         num_attention_heads=12,
         intermediate_size=1536,
     )
-    BertModel(config).save_pretrained(folder)
-    parts = [modules.Transformer(str(folder)), modules.Pooling(DIMENSION), modules.Normalize()]
-    return Embedder(SentenceTransformer(modules=parts, device="cuda"))
+    BertModel(config).save_pretrained(bert)
+    common = torch.zeros(DIMENSION)
+    common[0] = 3.0
+    shift = modules.Dense(
+        DIMENSION, DIMENSION, activation_function=nn.Identity(), init_weight=torch.eye(DIMENSION), init_bias=common
+    )
+    parts = [modules.Transformer(str(bert)), modules.Pooling(DIMENSION), modules.Normalize(), shift]
+    SentenceTransformer(modules=parts, device="cpu").save(str(saved))
+    return saved
 
 
 def make_runtime(model: PreTrainedModel, embedder: Any = None, **options: Any) -> Runtime:
@@ -311,7 +310,8 @@ def main() -> None:
     model, rng, results = make_model(shape, layers), random.Random(0), Results()
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
     with tempfile.TemporaryDirectory() as folder:
-        embedder = None if options.no_query else make_embedder(Path(folder))
+        saved = None if options.no_query else save_embedder(Path(folder))
+        embedder = None if saved is None else Embedder.load(saved, "cuda")
     began = time.perf_counter()
     extra: dict[str, Any] = {"compile": True} if options.compile else {}
     if options.page_size:
