@@ -231,11 +231,12 @@ def test_a_graph_gives_what_its_work_gives_eagerly_bit_for_bit(runtime: Runtime)
     replays = engine.executor.replays
     captured = [runtime.next_token_logits(layout) for layout in made]
     assert engine.executor.replays > replays
-    engine.call(lambda: engine.executor.warm(encode_tokens=32, capture=False)).result()
+    rows = engine._encode_tokens  # the same buckets
+    engine.call(lambda: engine.executor.warm(encode_tokens=rows, capture=False)).result()
     try:
         eager = [runtime.next_token_logits(layout) for layout in made]
     finally:
-        engine.call(lambda: engine.executor.warm(encode_tokens=32)).result()
+        engine.call(lambda: engine.executor.warm(encode_tokens=rows)).result()
     assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
 
