@@ -101,6 +101,8 @@ class Executor:
         self.last_tokens = torch.zeros(pool.num_pages + 1, dtype=torch.int64, device=model.device)
         self._graphs: list[_Graph] = []
         self._tables: StaticTables | None = None
+        # where graphs put their logits: all share it, as they share the memory of what lies between
+        self._rows: Tensor | None = None
         self.replays = 0
 
     def run(self, parts: Sequence[Part], asked: Sequence[tuple[Part, int]]) -> Logits:
@@ -198,7 +200,7 @@ class Executor:
 
     def close(self) -> None:
         """Let go of graphs and tables."""
-        self._graphs, self._tables = [], None
+        self._graphs, self._tables, self._rows = [], None, None
 
     def _warm_eager(self, encode_tokens: int) -> None:
         """One small step for each variant of the kernels, or of a compiled model, that a step may need."""
@@ -271,7 +273,9 @@ class Executor:
         self._model.rope.refresh(tables.angles, tables.deltas)
         token_ids = self._known(chosen.token_ids)
         with _products_of(chosen.bucket.rows, self._model.device):
-            logits = self._model.forward(token_ids, plan.positions, chosen.asked_rows, self._step(plan))
+            logits = self._model.forward(token_ids, plan.positions, chosen.asked_rows, self._step(plan), out=self._rows)
+        if self._rows is None:  # the first time, before anything is captured
+            self._rows = logits.new_empty(max(p.bucket.sequences for p in tables.plans), logits.shape[1])
         return self._answer(logits, chosen.asked_places)
 
     def _uncaptured(self, plan: BucketPlan) -> _Graph:
