@@ -93,7 +93,7 @@ class Runtime:
         quotas: most bytes of memory that chunks of a namespace take, by namespace.
         ttl: seconds after which KV of a chunk that is not pinned is taken from no tier any more, but computed again.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
-        encode_tokens: most rows of one forward pass; while requests decode, an eighth of them for all other work.
+        encode_tokens: most rows of one forward pass; an eighth of them when requests decode beside other work.
         page_size: token slots of a page.
         impl: "reference" or "triton"; default "triton" on a GPU.
         compile: fuse the model's small operations with torch.compile at the start, which takes about a minute.
