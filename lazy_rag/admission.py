@@ -132,7 +132,7 @@ class Admission:
     def _take_live(self, request: Request) -> None:
         """Use the leading live pages that an earlier request left. One token at least is computed, for its logits."""
         # what a deletion removed must not come back through live text that has read it
-        if request.keys is None and not self._residency.deleted(request.layout.chunks):
+        if request.keys is None and not self._residency.any_deleted(request.layout.chunks.values()):
             request.keys = LiveKeys(request.layout, self._pool.page_size)
             request.keys.extend(request.token_ids)
             request.epoch = self._live.epoch

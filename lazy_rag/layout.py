@@ -18,13 +18,15 @@ from lazy_rag.rope import segment_delta
 class Chunk:
     """A token sequence with one KV image. `base` is the stored position of its first token (`lazy_rag/rope.py`).
 
-    `namespace` went into the id; it is kept for quotas and explanations.
+    `namespace` went into the id; it is kept for quotas and explanations. `as_of`: how many deletions there had been
+    (`Residency.deletions`) when the chunk was last known to be held; one made since then takes it away.
     """
 
     id: ChunkId
     token_ids: tuple[int, ...]
     base: int
     namespace: str = field(default="", compare=False)
+    as_of: int = field(default=0, compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)

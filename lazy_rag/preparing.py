@@ -86,14 +86,6 @@ class Prepared:
     tools: ToolUse | None = None
 
 
-def known_chunk(known: Remembered, chunk_id: str, namespace: str) -> ChunkRecord:
-    """A stored or remembered chunk. Raises UnknownChunkError, also for one of another namespace."""
-    record = known.chunk(chunk_id)
-    if record.namespace != namespace:
-        raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
-    return record
-
-
 class Preparer:
     """Checks requests of one runtime and lays out their prompts. Thread-safe."""
 
@@ -108,6 +100,18 @@ class Preparer:
         """The namespace of a call."""
         return self._namespace if namespace is None else check_namespace(namespace)
 
+    @property
+    def as_of(self) -> int:
+        """For chunks that are looked up from now on."""
+        return self._parts.engine.residency.deletions
+
+    def chunk(self, chunk_id: str, namespace: str) -> tuple[Chunk, ChunkRecord]:
+        """A stored or remembered chunk. Raises UnknownChunkError, also for one of another namespace."""
+        as_of, record = self.as_of, self.remembered.chunk(chunk_id)
+        if record.namespace != namespace:
+            raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
+        return self._parts.chunker.chunk(record, as_of), record
+
     def retrieve(
         self, query: str | Sequence[float], k: int, condition: Mapping[str, Any] | None, namespace: str | None
     ) -> list[Hit]:
@@ -121,12 +125,13 @@ class Preparer:
         """A question with the chunks found for it. What was found is used even if it is deleted meanwhile."""
         if not isinstance(question, str):
             raise EmptyQuestionError("the question must be a text")
-        started = time.perf_counter()
+        started, as_of = time.perf_counter(), self.as_of
         rest: RequestOptions = {key: value for key, value in options.items() if key != "filter"}  # type: ignore[assignment]
         hits = self.retrieve(question, k, options.get("filter"), options.get("namespace"))
         found = time.perf_counter() - started
         space = self.space(options.get("namespace"))
-        placed = [Placed(self._chunk(ChunkRecord(h.chunk_id, space, h.text, h.token_ids))) for h in hits]
+        records = [ChunkRecord(h.chunk_id, space, h.text, h.token_ids) for h in hits]
+        placed = [Placed(self._parts.chunker.chunk(record, as_of)) for record in records]
         self._parts.engine.promote([piece.chunk for piece in placed])  # loads while the prompt is laid out
         sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata, h.siblings) for h in hits]
         return replace(
@@ -200,7 +205,7 @@ class Preparer:
 
     def _anchors(self, text: str, *, namespace: str, sources: list[Source]) -> list[tuple[int, int, Chunk, int]]:
         """(start, stop, chunk, tokens of its text) of every chunk that stands in a text."""
-        anchors = self._retriever.anchors.find(text, namespace)
+        as_of, anchors = self.as_of, self._retriever.anchors.find(text, namespace)
         records = self.remembered.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
         found = []
         for start, stop, chunk_id in ((a.start, a.stop, a.chunk_id) for a in anchors):
@@ -208,7 +213,8 @@ class Preparer:
             # deleted meanwhile, say: the text is live then
             if record is None or record.namespace != namespace or record.text != text[start:stop]:
                 continue
-            found.append((start, stop, self._chunk(record), self._parts.chunker.text_tokens(record)))
+            chunk = self._parts.chunker.chunk(record, as_of)
+            found.append((start, stop, chunk, self._parts.chunker.text_tokens(record)))
             sources.append(Source(ChunkId(chunk_id), record.text))
         return found
 
@@ -265,16 +271,13 @@ class Preparer:
             if isinstance(part, Live):
                 pieces.append(part)
                 continue
-            record = known_chunk(self.remembered, part.chunk_id, namespace)
-            placed = Placed(self._chunk(record), part.start, part.length)
+            chunk, record = self.chunk(part.chunk_id, namespace)
+            placed = Placed(chunk, part.start, part.length)
             if placed.start >= len(placed.chunk) or placed.start + placed.tokens > len(placed.chunk):
                 raise ConfigError(f"{part} reaches beyond the chunk's {len(placed.chunk)} tokens")
             pieces.append(placed)
             sources.append(Source(part.chunk_id, record.text))
         return pieces
-
-    def _chunk(self, record: ChunkRecord) -> Chunk:
-        return self._parts.chunker.chunk(record)
 
     def _own(self, layout: PromptLayout) -> PromptLayout:
         """Check a layout built elsewhere: its chunk ids and offsets only fit the runtime it was built for.

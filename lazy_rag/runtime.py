@@ -59,7 +59,6 @@ from lazy_rag.preparing import (
     Preparer,
     QueryOptions,
     RequestOptions,
-    known_chunk,
 )
 from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
@@ -295,11 +294,7 @@ class Runtime:
         _known_encode(encode)
         listed = list(_listed(texts, "texts"))
         space = self._preparer.space(namespace)
-        known, fresh = self._preparer.remembered.add(listed, space)
-        ids = [ChunkId(i) for i in known]
-        if fresh:  # some may have been deleted before
-            new = [ChunkId(i) for i in fresh]
-            self._engine.call(lambda: self._engine.residency.welcome(new)).result()
+        ids = [ChunkId(i) for i in self._preparer.remembered.add(listed, space)]
         if encode == "now":
             self._encode([self.chunk(i, namespace=space) for i in dict.fromkeys(ids)], evict=False)
         return ids
@@ -314,11 +309,11 @@ class Runtime:
         _known_encode(encode)
         records = [record for _, chunks, _ in batch for record in chunks]
         ids = [ChunkId(record.chunk_id) for record in records]
+        as_of = self._preparer.as_of
         change = self._retriever.upsert_many(batch, namespace=namespace, progress=self._progress, vectors=vectors)
-        self._engine.call(lambda: self._engine.residency.welcome(ids)).result()
         self._forget(change.removed)
         if encode == "now":
-            self._encode([self._parts.chunker.chunk(record) for record in records], evict=False)
+            self._encode([self._parts.chunker.chunk(record, as_of) for record in records], evict=False)
         return ids
 
     def _encode(self, chunks: Sequence[Chunk], *, evict: bool, pin: bool = False, ttl: float | None = None) -> int:
@@ -519,9 +514,10 @@ class Runtime:
 
     def _warm_up(self, folder: Path) -> None:
         """Start loading the warm list; chunks deleted meanwhile are passed over, and nothing is evicted for it."""
+        as_of = self._preparer.as_of
         records = self._retriever.records([i for ids in read_warm(folder).values() for i in ids])
         if records:
-            self._engine.encode([self._parts.chunker.chunk(record) for record in records.values()], evict=False)
+            self._engine.encode([self._parts.chunker.chunk(record, as_of) for record in records.values()], evict=False)
 
     def _chunks(self, ids: Iterable[str], namespace: str | None) -> list[Chunk]:
         """Without repetitions. Raises UnknownChunkError."""
@@ -544,7 +540,8 @@ class Runtime:
     def _forget(self, chunk_ids: Sequence[str]) -> None:
         self._preparer.remembered.forget(chunk_ids)
         gone = [ChunkId(i) for i in chunk_ids]
-        self._engine.call(lambda: self._engine.residency.discard(gone)).result()
+        if gone:
+            self._engine.call(lambda: self._engine.residency.discard(gone)).result()
 
     @checked_keywords()
     def chunk(self, chunk_id: str, *, namespace: str | None = None) -> Chunk:
@@ -552,9 +549,7 @@ class Runtime:
         self._require_open()
         if not isinstance(chunk_id, str):
             raise UnknownChunkError(f"{chunk_id!r} is no chunk id")
-        return self._parts.chunker.chunk(
-            known_chunk(self._preparer.remembered, chunk_id, self._preparer.space(namespace))
-        )
+        return self._preparer.chunk(chunk_id, self._preparer.space(namespace))[0]
 
     @property
     def max_context(self) -> int:
