@@ -27,7 +27,7 @@ from lazy_rag.plan import Sequence as TokenSequence
 from lazy_rag.requests import ChunkUse, Counters, Request
 from lazy_rag.residency import Residency
 from lazy_rag.sampling import Sampler, SamplingParams, TextStream
-from lazy_rag.scheduler import WaitingLine
+from lazy_rag.scheduler import WaitingLine, gives_way
 
 
 class Admission:
@@ -253,22 +253,29 @@ class Admission:
         self._counters.preemptions += 1
         self.waiting.add(request)
 
-    def fits_without(self, request: Request, others: Sequence[Request]) -> bool:
-        """Whether a waiting request would fit if these running ones gave way."""
-        kept = {page for entry in self._cache if self._cache.is_pinned(entry) for page in entry.pages}
-        for encoding in self._residency.encodings.values():
-            kept.update(encoding.entry.pages)
-        for running in self.running:
-            if running not in others:
-                kept.update(page for entry in running.leases for page in entry.pages)
-                kept.update(running.pages, (live.page for live in running.live))
+    def in_the_way(self, request: Request) -> Request | None:
+        """The running request that has to give way for a waiting one of higher priority; None when there is none, or
+        the waiting one would not fit if all those of lower priority did."""
+        lower = [running for running in self.running if running.rank[0] > request.rank[0]]
+        if not lower:
+            return None
+        chunks = [request.layout.chunks[i] for i in {s.chunk_id for s in request.layout.segments}]
+        staying = self._cache.staying(entry for running in lower for entry in running.leases)
+        if self._cache.over_quota(chunks, staying):
+            return None
+        there = {entry.chunk.id for entry in staying if not entry.discarded}
         needed = self._pages_at_first(request)
-        for chunk_id in {s.chunk_id for s in request.layout.segments}:
-            chunk = request.layout.chunks[chunk_id]
-            entry = self._residency.find(chunk)
-            if entry is None or kept.isdisjoint(entry.pages):
-                needed += self._pool.pages_for(len(chunk))
-        return needed + len(kept) <= self._pool.num_pages
+        needed += sum(self._pool.pages_for(len(chunk)) for chunk in chunks if chunk.id not in there)
+        kept = {page for entry in staying for page in entry.pages}
+        for running in self.running:
+            if running not in lower:
+                kept.update(running.pages, (live.page for live in running.live))
+        if needed + len(kept) > self._pool.num_pages:
+            return None
+        # of no help where a quota is short: requests that hold none of its pages
+        short = self._cache.over_quota(chunks, self._cache.staying())
+        holders = [r for r in lower if any(e.chunk.namespace in short and e not in staying for e in r.leases)]
+        return gives_way(holders or lower)
 
     def private_pages(self) -> list[int]:
         """The unshared live pages of running requests, for `check`."""

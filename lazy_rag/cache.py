@@ -256,6 +256,26 @@ class ChunkCache:
                 wanted[chunk.namespace] += self.pool.pages_for(len(chunk))
         return +Counter({name: self._held[name] + more - self._quotas[name] for name, more in wanted.items()})
 
+    def staying(self, released: Iterable[CachedChunk] = ()) -> set[CachedChunk]:
+        """Entries that would keep their pages if these leases ended: pinned, leased by others, or on their way here."""
+        ended = Counter(released)
+        return {
+            entry
+            for entry in (*self._published.values(), *self._unlisted)
+            if entry.leases > ended[entry] or self.is_pinned(entry) or not (entry.published or entry.discarded)
+        }
+
+    def over_quota(self, chunks: Iterable[Chunk], staying: Collection[CachedChunk]) -> set[str]:
+        """Namespaces whose quota does not hold these chunks and the entries that stay."""
+        there = {entry.chunk.id for entry in staying if not entry.discarded}
+        sizes: Counter[str] = Counter()
+        for entry in staying:
+            sizes[entry.chunk.namespace] += len(entry.pages)
+        wanted = [chunk for chunk in chunks if chunk.id not in there]
+        for chunk in wanted:
+            sizes[chunk.namespace] += self.pool.pages_for(len(chunk))
+        return {c.namespace for c in wanted if sizes[c.namespace] > self._quotas.get(c.namespace, self.pool.num_pages)}
+
     def require_quota(self, chunks: Iterable[Chunk]) -> None:
         """Raises CacheFullError when a namespace's quota can never hold these chunks at once."""
         wanted = {chunk.id: chunk for chunk in chunks}

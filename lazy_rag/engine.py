@@ -402,14 +402,13 @@ class Engine:
                 if self.admission.admit(request):
                     self._waiting.remove(request)
                     continue
-                lower = [r for r in self._running if r.rank[0] > request.rank[0]]
-                would_fit = bool(lower) and self.admission.fits_without(request, lower)
+                in_the_way = self.admission.in_the_way(request)
             except Exception as error:  # noqa: BLE001  a malformed layout, say: this request only
                 self._fail_sequence(request, None, error)
                 continue
-            if would_fit:
+            if in_the_way is not None:
                 if not self._landed():
-                    self.admission.give_way(gives_way(lower))
+                    self.admission.give_way(in_the_way)
                 continue
             if self._running or self.residency.encodings or self.residency.jobs:
                 return  # pages come back when these finish
