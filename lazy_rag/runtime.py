@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import queue
 import threading
@@ -67,6 +68,7 @@ from lazy_rag.stats import Occupancy, Stats, snapshot
 from lazy_rag.store import change_warm, read_warm
 from lazy_rag.tools import CallFilter
 
+_log = logging.getLogger(__name__)
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
 RECEIPTS = 256  # how many are kept
 
@@ -514,8 +516,12 @@ class Runtime:
 
     def _warm_up(self, folder: Path) -> None:
         """Start loading the warm list; chunks deleted meanwhile are passed over, and nothing is evicted for it."""
-        as_of = self._preparer.as_of
-        records = self._retriever.records([i for ids in read_warm(folder).values() for i in ids])
+        try:
+            listed = [i for ids in read_warm(folder).values() for i in ids]
+        except StoreError as error:
+            _log.warning("nothing is loaded ahead: %s", error)
+            return
+        as_of, records = self._preparer.as_of, self._retriever.records(listed)
         if records:
             self._engine.encode([self._parts.chunker.chunk(record, as_of) for record in records.values()], evict=False)
 
