@@ -136,6 +136,7 @@ class Admission:
             request.keys = LiveKeys(request.layout, self._pool.page_size)
             request.keys.extend(request.token_ids)
             request.epoch = self._live.epoch
+        self._cache.drop_expired()
         if request.keys is not None and request.epoch == self._live.epoch:
             request.live = self._live.take(request.keys.keys[: (request.tokens - 1) // self._pool.page_size])
         request.published = len(request.live)
@@ -196,6 +197,8 @@ class Admission:
         if leader is None or leader.sequence is None or leader.sequence.computed < live or request.preempted:
             return
         assert sequence is not None
+        if set(request.leases) != set(leader.leases):
+            return  # a chunk has expired in between, and was computed again
         page = (live - 1) // self._pool.page_size
         if len(request.live) == page and sequence.computed < live - 1:
             self._pool.copy(leader.sequence.pages[page], sequence.pages[page])
@@ -222,11 +225,17 @@ class Admission:
             return
         while request.published < min(computed // self._pool.page_size, len(keys.keys)):
             page = sequence.pages[request.published]
-            live = self._live.publish(keys.keys[request.published], page)
+            live = self._live.publish(keys.keys[request.published], page, self._born(request))
             if live is not None:
                 request.pages.remove(page)
                 request.live.append(live)
             request.published += 1
+
+    def _born(self, request: Request) -> float:
+        """When the oldest KV was computed that a live page of a request may depend on; the encode prefix has no age."""
+        prefix = None if self._prefix is None else self._prefix.id
+        chunks = [entry.born for entry in request.leases if entry.chunk.id != prefix]
+        return min([self._cache.clock(), *chunks, *(live.born for live in request.live)])
 
     def release(self, request: Request) -> None:
         """Give back everything a request holds. Safe at any point of its life."""

@@ -92,7 +92,8 @@ class Runtime:
         policy: "lru", "lfu", "cost" (recompute seconds × uses / bytes), or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
         quotas: most bytes of memory that chunks of a namespace take, by namespace.
-        ttl: seconds after which KV of a chunk that is not pinned is taken from no tier any more, but computed again.
+        ttl: seconds after which KV of a chunk that is not pinned is taken from no tier any more, but computed again;
+            KV of live text is used no longer than that after its own, or its oldest chunk's, was computed.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
         encode_tokens: most rows of one forward pass; while requests decode, an eighth of them for all other work.
         page_size: token slots of a page.
@@ -492,8 +493,8 @@ class Runtime:
 
     @checked_keywords()
     def pin(self, ids: Iterable[str], *, ttl: float | None = None, namespace: str | None = None) -> None:
-        """Bring chunks into memory and keep them there, for `ttl` seconds or until `unpin`. Raises CacheFullError, and
-        then pins none of them."""
+        """Bring chunks into memory and keep them there, for `ttl` seconds or until `unpin`; of several pins the longest
+        counts. Raises CacheFullError, and then pins none of them."""
         seconds = known_ttl(ttl)
         self._encode(self._chunks(ids, namespace), evict=True, pin=True, ttl=seconds)
 
