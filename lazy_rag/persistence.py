@@ -11,7 +11,7 @@ from lazy_rag.building import Parts, Settings
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
-from lazy_rag.locks import lock_folder
+from lazy_rag.locks import lock_folder, unlock
 from lazy_rag.progress import progress_bar
 from lazy_rag.records import KVRecords
 from lazy_rag.retriever import Retriever, require_catalog
@@ -51,6 +51,7 @@ class OpenStore:
         self.manifest = manifest
 
     def close(self) -> None:
+        unlock(self._lock)
         self._lock.close()
 
     def __enter__(self) -> OpenStore:

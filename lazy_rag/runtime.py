@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
-import os
 import queue
 import threading
 import weakref
@@ -38,6 +37,7 @@ from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
 from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, StoreError, UnknownChunkError
 from lazy_rag.explain import explain_layout
+from lazy_rag.forks import Home
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, PromptLayout, known_repair
 from lazy_rag.loading import load_model
@@ -139,7 +139,7 @@ class Runtime:
         progress: bool = True,
     ) -> None:
         self._closed = False
-        self._process = os.getpid()
+        self._home = Home()
         self._closing = threading.Lock()
         self._progress = bool(progress)
         live = isinstance(model, PreTrainedModel)
@@ -213,7 +213,7 @@ class Runtime:
         self.receipts: deque[Receipt] = deque(maxlen=RECEIPTS)  # of the latest requests, oldest first
         # a runtime nobody holds any more gives back thread, pages and model
         self._finalizer = weakref.finalize(
-            self, _let_go, self._engine, self._retriever, self._parts.model, self._store, os.getpid()
+            self, _let_go, self._engine, self._retriever, self._parts.model, self._store, self._home
         )
         self._finalizer.atexit = False
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -683,7 +683,7 @@ class Runtime:
 
         Raises StoreError when the store cannot be written; everything is closed all the same.
         """
-        if os.getpid() != self._process:
+        if self._home.left:
             return  # a forked child has neither the threads nor the right to the store
         with self._closing:
             if self._closed:
@@ -750,8 +750,7 @@ class Runtime:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeClosedError("the runtime is closed")
-        if os.getpid() != self._process:
-            raise RuntimeClosedError("this process was forked from the runtime's: make a new Runtime here")
+        self._home.require()
 
 
 def _require_one_sample(prepared: Prepared) -> None:
@@ -780,9 +779,9 @@ def _document_names(chunk_ids: Sequence[str]) -> list[str]:
     return names
 
 
-def _let_go(engine: Engine, retriever: Retriever, model: LanguageModel, store: OpenStore | None, process: int) -> None:
+def _let_go(engine: Engine, retriever: Retriever, model: LanguageModel, store: OpenStore | None, home: Home) -> None:
     """End everything a runtime started, each part whatever happens to the others."""
-    if os.getpid() != process:
+    if home.left:
         return
     with ExitStack() as parts:
         if store is not None:
