@@ -19,7 +19,7 @@ from lazy_rag.catalog import check_namespace
 from lazy_rag.conversation import Part, split_at_anchors
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
+from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout, require_sound
 from lazy_rag.prompt import Message
 from lazy_rag.remembering import Remembered
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
@@ -285,26 +285,21 @@ class Preparer:
         The deltas are left as they are: research moves them on purpose.
         """
         parts, prefix = self._parts, self._parts.prefix
+        require_sound(layout)
         if layout.prefix != prefix or layout.page_size != parts.engine.pool.page_size:
             raise ConfigError("this layout was built for another runtime: its prefix or page size differ")
-        if not layout.items or not isinstance(layout.items[-1], LiveRun):
-            raise ConfigError("a prompt must end with live tokens: the last one's logits give the first new token")
-        position, vocabulary = 0, parts.model.config.vocab_size
-        for item in layout.items:
-            if item.offset != position or item.length < 1:
-                raise ConfigError(f"the layout's pieces do not lie end to end at position {position}")
-            position += item.length
-            if isinstance(item, LiveRun):
-                tokens = item.token_ids
+        vocabulary = parts.model.config.vocab_size
+        for chunk in {segment.chunk_id: layout.chunks[segment.chunk_id] for segment in layout.segments}.values():
+            if prefix is not None and chunk.id == prefix.id:
+                same = chunk == prefix
             else:
-                chunk = layout.chunks.get(item.chunk_id)
-                base = 0 if prefix is None or item.chunk_id == prefix.id else len(prefix)
-                if chunk is None or chunk.id != item.chunk_id or chunk.base != base:
-                    raise ConfigError(f"the layout does not hold chunk {item.chunk_id} as this runtime would encode it")
-                if item.start % layout.page_size or item.start < 0 or item.start + item.length > len(chunk):
-                    raise ConfigError(f"{item} is no range of its chunk's {len(chunk)} tokens")
-                tokens = chunk.token_ids
-            if not all(0 <= token < vocabulary for token in tokens):
+                base = 0 if prefix is None else len(prefix)
+                same = (chunk.base, chunk.id) == (base, parts.keys.chunk_id(chunk.namespace, chunk.token_ids))
+            if not same:
+                raise ConfigError(f"the layout does not hold chunk {chunk.id} as this runtime would encode it")
+        for item in layout.items:
+            tokens = item.token_ids if isinstance(item, LiveRun) else layout.chunks[item.chunk_id].token_ids
+            if max(tokens) >= vocabulary:
                 raise ConfigError(f"the layout holds token ids outside the vocabulary of {vocabulary}")
         return layout
 

@@ -39,7 +39,7 @@ from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, S
 from lazy_rag.explain import explain_layout
 from lazy_rag.forks import Home
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, PromptLayout, known_repair
+from lazy_rag.layout import Chunk, PromptLayout, known_repair, require_sound
 from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import (
@@ -462,7 +462,7 @@ class Runtime:
 
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
-        prepared = self._prepared.request(layout, (), {})
+        prepared = self._prepared.request(require_sound(layout), (), {})
         ticket = self._engine.submit(prepared.layout, replace(prepared.sampling, n=1), wants_logits=True)
         logits = streaming.run(lambda _: ticket).logits
         assert logits is not None
@@ -479,8 +479,7 @@ class Runtime:
                 for whoever runs this process, not for its users.
         """
         self._require_open()
-        if not isinstance(layout, PromptLayout):
-            raise ConfigError("explain takes a layout: rt.explain(rt.layout(question, ids))")
+        require_sound(layout)
         space = None if namespace is None else check_namespace(namespace)
         return self._engine.call(lambda: explain_layout(self._parts, layout, space)).result()
 
