@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lazy_rag.errors import RetrieverError
+
+if TYPE_CHECKING:  # imports torch
+    from lazy_rag.embedding_graph import EmbeddingGraphs
 
 Vectors = NDArray[np.float32]
 
@@ -55,6 +58,7 @@ class Embedder:
         # Tokenizers inside embedding models fail with "Already borrowed" when two threads call them.
         self._lock = threading.Lock()
         self._stream = _own_stream(model)
+        self._graphs: EmbeddingGraphs | None = None
         self.name = name
         self.dimension = dimension or self._ask_dimension()
 
@@ -73,7 +77,9 @@ class Embedder:
             return cls(spec, name=_live_name(spec))
         name, folder = _locate(str(spec))
         model = _load_folder(folder, device) if folder is not None else _load_hub(str(spec), device)
-        return cls(model, name=name)
+        embedder = cls(model, name=name)
+        embedder._capture()
+        return embedder
 
     def embed(self, texts: Sequence[str], *, progress: bool = False) -> Vectors:
         """Embed `texts`: float32 `[n, d]`, rows of length 1 (a text without a usable vector gets a zero row). With
@@ -106,7 +112,11 @@ class Embedder:
         texts = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
         try:
             with self._lock, self._stream():
-                raw = self._encode_texts(texts)
+                raw: Any = None
+                if self._graphs is not None and len(texts) == 1:
+                    raw = self._graphs.encode(texts[0])
+                if raw is None:
+                    raw = self._encode_texts(texts)
                 if callable(getattr(raw, "detach", None)):
                     raw = raw.detach().float().cpu().numpy()
         except Exception as error:
@@ -115,6 +125,15 @@ class Embedder:
             return np.asarray(raw, dtype=np.float32)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise RetrieverError(f"embedder {self.name!r} did not return a matrix of numbers: {error}") from error
+
+    def _capture(self) -> None:
+        """On a GPU, prepare graphs for single questions."""
+        if getattr(getattr(self._model, "device", None), "type", None) == "cuda":
+            from lazy_rag.embedding_graph import EmbeddingGraphs
+
+            self._model.eval()
+            with self._lock, self._stream():
+                self._graphs = EmbeddingGraphs.of(self._model)
 
     def _ask_dimension(self) -> int:
         for attribute in ("get_embedding_dimension", "get_sentence_embedding_dimension"):

@@ -320,7 +320,7 @@ class Engine:
 
     def _choose(self, requests: list[Request], logits: Logits) -> Flight:
         """Choose a token for each row of the logits, on the device, and let the sequences go on with it."""
-        drawn = torch.stack((logits.token, logits.peak.double(), torch.full_like(logits.peak, torch.nan)), dim=1)
+        drawn = logits.greedy
         answers: list[Answer] = []
         failed = []
         for i, request in enumerate(requests):

@@ -26,20 +26,36 @@ from lazy_rag.model import LanguageModel, Step
 from lazy_rag.plan import Part, PlacedSegment, StepTables, build_plan, collect, to_device
 from lazy_rag.plan import Sequence as TokenSequence
 from lazy_rag.pool import PagePool
+from lazy_rag.scheduler import mixed_rows
 
 if TYPE_CHECKING:  # Triton is absent on machines that only run the reference
     from lazy_rag_kernels.triton_schedule import HeadShape
-    from lazy_rag_kernels.triton_static import BucketPlan, StaticTables
+    from lazy_rag_kernels.triton_static import Bucket, BucketPlan, StaticTables
 
 _log = logging.getLogger(__name__)
 
 # a decode step has one row per request; a step of live tokens any number of rows of any requests
-DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LIVE_BUCKETS = (16, 32, 64, 128, 256, 512)
-# sequences of a step of live tokens: with few, programs without work would show
-FEW_SEQUENCES, LIVE_ASKED = 4, 64
+# most sequences of a step of live tokens: with few, programs without work would show
+FEW_SEQUENCES, LIVE_ASKED, CROWD = 4, 64, 256
 MOST_SEGMENTS = 4096
 MOST_PAGES = 1 << 18
+
+
+def _buckets(encode_tokens: int) -> list[Bucket]:
+    """What graphs are captured for: decoding, live tokens, and the steps in which both meet missing chunks."""
+    from lazy_rag_kernels.triton_static import Bucket
+
+    buckets = [Bucket(n, n, 1) for n in DECODE_BUCKETS if n <= encode_tokens]
+    live = [n for n in LIVE_BUCKETS if n <= encode_tokens]
+    for n in live:
+        buckets += [Bucket(n, FEW_SEQUENCES, n), Bucket(n, min(n, LIVE_ASKED), n)]
+    mixed = mixed_rows(encode_tokens)
+    if mixed > LIVE_BUCKETS[-1]:
+        # eager passes of so many rows are bound by the host; from here on other work dwarfs programs without work
+        buckets += [Bucket(n, min(n, LIVE_ASKED), n) for n in (mixed * 3 // 4, mixed)]
+    return buckets + [Bucket(n, CROWD, n) for n in sorted({*live[-1:], mixed}) if n > CROWD]
 
 
 @dataclass(frozen=True)
@@ -47,8 +63,9 @@ class Logits:
     """What a step gave for its asked rows, on the device; valid until the next step is launched."""
 
     rows: Tensor  # float32 [A, vocab]
-    token: Tensor  # int64 [A], the most likely one, lowest id on ties
-    peak: Tensor  # float32 [A], its logit; nan if the row holds any
+    # float64 [A, 3]: the most likely token, lowest id on ties; its logit, nan if the row holds any; nan (its
+    # log-probability is not known). What `Sampler.draw` gives for other choices.
+    greedy: Tensor
 
 
 @dataclass
@@ -84,6 +101,8 @@ class Executor:
         self.last_tokens = torch.zeros(pool.num_pages + 1, dtype=torch.int64, device=model.device)
         self._graphs: list[_Graph] = []
         self._tables: StaticTables | None = None
+        # where graphs put their logits: all share it, as they share the memory of what lies between
+        self._rows: Tensor | None = None
         self.replays = 0
 
     def run(self, parts: Sequence[Part], asked: Sequence[tuple[Part, int]]) -> Logits:
@@ -100,7 +119,7 @@ class Executor:
             graph.replay()
             self.replays += 1
             found, count = graph.logits, len(asked)
-            return Logits(found.rows[:count], found.token[:count], found.peak[:count])
+            return Logits(found.rows[:count], found.greedy[:count])
         return self._eager(step, rows, places)
 
     def _eager(self, step: StepTables, rows: Sequence[int], places: Sequence[int]) -> Logits:
@@ -123,7 +142,8 @@ class Executor:
         # not max(): of equal logits the lowest id is promised, and only argmax on the CPU and the GPU keeps that
         token = logits.argmax(dim=-1)
         self.last_tokens.index_copy_(0, places, token)
-        return Logits(logits, token, logits.gather(1, token[:, None])[:, 0])
+        peak = logits.gather(1, token[:, None])[:, 0].double()
+        return Logits(logits, torch.stack((token.double(), peak, torch.full_like(peak, torch.nan)), dim=1))
 
     def _fitting(self, step: StepTables) -> _Graph | None:
         """The smallest graph that holds a step."""
@@ -145,16 +165,12 @@ class Executor:
             encode_tokens: most rows of a step.
             capture: False runs what would be captured eagerly, over the same tables: a graph's result, bit for bit.
         """
-        from lazy_rag_kernels.triton_static import Bucket, Capacity, StaticTables
+        from lazy_rag_kernels.triton_static import Capacity, StaticTables
 
         began = time.perf_counter()
         device = self._model.device
         self._warm_eager(encode_tokens)
-        most = min(encode_tokens, LIVE_BUCKETS[-1])
-        buckets = [Bucket(n, n, 1) for n in DECODE_BUCKETS if n <= most]
-        for n in LIVE_BUCKETS:
-            if n <= most:
-                buckets += [Bucket(n, FEW_SEQUENCES, n), Bucket(n, min(n, LIVE_ASKED), n)]
+        buckets = _buckets(encode_tokens)
         self._tables = StaticTables(
             buckets,
             Capacity(MOST_SEGMENTS, MOST_PAGES),
@@ -184,7 +200,7 @@ class Executor:
 
     def close(self) -> None:
         """Let go of graphs and tables."""
-        self._graphs, self._tables = [], None
+        self._graphs, self._tables, self._rows = [], None, None
 
     def _warm_eager(self, encode_tokens: int) -> None:
         """One small step for each variant of the kernels, or of a compiled model, that a step may need."""
@@ -257,7 +273,9 @@ class Executor:
         self._model.rope.refresh(tables.angles, tables.deltas)
         token_ids = self._known(chosen.token_ids)
         with _products_of(chosen.bucket.rows, self._model.device):
-            logits = self._model.forward(token_ids, plan.positions, chosen.asked_rows, self._step(plan))
+            logits = self._model.forward(token_ids, plan.positions, chosen.asked_rows, self._step(plan), out=self._rows)
+        if self._rows is None:  # the first time, before anything is captured
+            self._rows = logits.new_empty(max(p.bucket.sequences for p in tables.plans), logits.shape[1])
         return self._answer(logits, chosen.asked_places)
 
     def _uncaptured(self, plan: BucketPlan) -> _Graph:

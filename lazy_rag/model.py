@@ -203,8 +203,11 @@ class LanguageModel:
             self.release()
             raise
 
-    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, plan: Attender) -> Tensor:
-        """One pass over T rows (`token_ids`, `positions`: int64 [T]); float32 logits [len(logit_rows), vocab]."""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, plan: Attender, out: Tensor | None = None
+    ) -> Tensor:
+        """One pass over T rows (`token_ids`, `positions`: int64 [T]); float32 logits [len(logit_rows), vocab], in the
+        first rows of `out` if given."""
         if self.config._attn_implementation != SEAM:
             raise UnsupportedModelError(
                 f"the model's attention was switched to {self.config._attn_implementation!r} while a runtime drives it"
@@ -227,7 +230,8 @@ class LanguageModel:
                 )
         finally:
             _current.attender = None
-        return output.logits[0].to(torch.float32)
+        logits: Tensor = output.logits[0]
+        return logits.to(torch.float32) if out is None else out[: len(logits)].copy_(logits)
 
     def compile(self, backend: str = "inductor") -> None:
         """Let torch.compile fuse the small operations of a layer, at the first steps; one graph serves all layers that

@@ -1,7 +1,8 @@
 """Who runs in the next step, who is admitted next, and who gives way. Plain Python: no tensors, no pages, no model.
 
-A step is one forward pass. While requests decode it holds a token of each of them and at most `rows // 8` rows of other
-work, so the time between two tokens of a stream is that of such a pass, whatever arrives:
+A step is one forward pass. While requests decode it holds a token of each of them, and other work only as long as it
+has no more than `rows // 8` rows in all (other work gets half of these at least), so the time between two tokens of a
+stream is that of such a pass, whatever arrives:
 
     decoding requests   one row each, always
     prompts             live tokens of requests whose chunks are resident; a long one leaves room for those behind it
@@ -15,7 +16,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
-# While requests decode, other work gets one part in this many of a step's rows.
+# While requests decode, a step with other work has one part in this many of the rows of one without.
 BESIDE_DECODING = 8
 # A prompt that long or shorter is not cut to leave room for those behind it.
 _SHORT = 64
@@ -50,7 +51,7 @@ def compose(
         rows: most rows of a step (at least 2, or decoding and other work could not share one).
         turn: number of the step, one more each time.
     """
-    beside = rows if not decoding else max(1, rows // BESIDE_DECODING)
+    beside = rows_beside(len(decoding), rows)
     room = max(1, rows - beside) if prompts or chunks else rows
     step = [(work, 1) for work in _window(decoding, room, turn)]
     left = min(beside, max(1, rows - len(step)))
@@ -65,6 +66,20 @@ def compose(
     first = len(step) - len(chunks)
     step[first:first] = zip(prompts, granted, strict=True)
     return [(work, taken) for work, taken in step if taken]
+
+
+def rows_beside(decoding: int, rows: int) -> int:
+    """Most rows of other work in a step in which `decoding` requests decode: together they are `mixed_rows`, a size for
+    which the executor has a graph, unless more than half of these rows decode."""
+    if not decoding:
+        return rows
+    mixed = mixed_rows(rows)
+    return max(mixed - decoding, -(-mixed // 2))
+
+
+def mixed_rows(rows: int) -> int:
+    """Rows of a step that holds decoding requests and other work, where there is enough of it."""
+    return max(1, rows // BESIDE_DECODING)
 
 
 def _window(works: Sequence[W], room: int, turn: int) -> list[W]:

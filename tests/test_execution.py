@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams, execu
 from lazy_rag.engine import Engine
 from lazy_rag.plan import Part, Sequence, collect
 from lazy_rag.projections import FEW_ROWS
+from lazy_rag.scheduler import mixed_rows, rows_beside
 from tests.fixtures import PAGE, make_runtime
 from tests.layouts import chunk_sizes, make_chunk, random_layout, random_tokens
 from tests.oracle import oracle_logits, tolerance
@@ -183,6 +185,45 @@ def test_warming_meets_every_variant_of_the_merge_kernel(runtime: Runtime, monke
     assert all(s * r <= most for s, r in warmed) and len(warmed) < 20
 
 
+def test_steps_in_which_requests_decode_beside_other_work_have_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are larger than a step of live tokens; without a graph the host could not launch them in time."""
+    monkeypatch.setattr(execution, "LIVE_BUCKETS", (4,))
+    rng = random.Random(9)
+    with make_runtime(impl="triton", to=(DEVICE,), encode_tokens=64) as runtime:
+        engine, steps = runtime._engine, []
+        warm(runtime, rows=64)
+        run = engine.executor.run
+
+        def watched(parts: list[Part], asked: list[tuple[Part, int]]) -> execution.Logits:
+            before = engine.executor.replays
+            logits = run(parts, asked)
+            steps.append((sum(part.rows for part in parts), len(parts), engine.executor.replays > before))
+            return logits
+
+        engine.executor.run = watched  # type: ignore[method-assign, assignment]
+        chunk = make_chunk(runtime, random_tokens(rng, 21))
+        stream = LayoutBuilder(runtime.prefix, PAGE).live([5, 6]).build()
+        cold = LayoutBuilder(runtime.prefix, PAGE).segment(chunk).live([7, 8, 9]).build()
+        long = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True).resolve(None)
+        tickets = [engine.submit(stream, long) for _ in range(2)]
+        assert_exact(runtime, cold)
+        for ticket in tickets:
+            ticket.future.result()
+    mixed = [step for step in steps if step[0] > 4]
+    assert len(mixed) >= 3 and all(rows <= 8 and replayed for rows, _, replayed in mixed)
+
+
+@pytest.mark.parametrize("encode_tokens", [2, 100, 512, 8192, 32768])
+def test_buckets_hold_what_the_scheduler_composes(encode_tokens: int) -> None:
+    buckets = execution._buckets(encode_tokens)
+    assert len(set(buckets)) == len(buckets) and all(b.sequences <= b.rows <= encode_tokens for b in buckets)
+    mixed = mixed_rows(encode_tokens)
+    for decoding in (n for n in (1, 8, 64, 200) if 2 * n < mixed):
+        rows = rows_beside(decoding, encode_tokens) + decoding
+        assert rows == mixed
+        assert any(b.rows >= rows and b.sequences >= decoding + 1 and b.most_rows > 1 for b in buckets)
+
+
 @pytest.mark.gpu
 def test_a_graph_gives_what_its_work_gives_eagerly_bit_for_bit(runtime: Runtime) -> None:
     engine = runtime._engine
@@ -190,11 +231,12 @@ def test_a_graph_gives_what_its_work_gives_eagerly_bit_for_bit(runtime: Runtime)
     replays = engine.executor.replays
     captured = [runtime.next_token_logits(layout) for layout in made]
     assert engine.executor.replays > replays
-    engine.call(lambda: engine.executor.warm(encode_tokens=32, capture=False)).result()
+    rows = engine._encode_tokens  # the same buckets
+    engine.call(lambda: engine.executor.warm(encode_tokens=rows, capture=False)).result()
     try:
         eager = [runtime.next_token_logits(layout) for layout in made]
     finally:
-        engine.call(lambda: engine.executor.warm(encode_tokens=32)).result()
+        engine.call(lambda: engine.executor.warm(encode_tokens=rows)).result()
     assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
 
@@ -218,4 +260,8 @@ def test_nothing_compiles_inside_a_request(monkeypatch: pytest.MonkeyPatch) -> N
         for count in (1, 2, 3, 7, 12):
             tickets = [engine.submit(layout, sampling) for layout in made[:count]]
             assert all(len(ticket.future.result().token_ids) == 5 for ticket in tickets)
+        streams = [engine.submit(layout, replace(sampling, max_tokens=40)) for layout in made[:9]]
+        cold = [make_chunk(runtime, random_tokens(rng, size)) for size in (1500, 700, 40)]
+        runtime.next_token_logits(random_layout(runtime, cold, rng))
+        assert all(len(ticket.future.result().token_ids) == 40 for ticket in streams)
     assert compiled == []

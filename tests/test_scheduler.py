@@ -41,7 +41,8 @@ def test_any_mix_keeps_the_budget_and_starves_nobody(seed: int) -> None:
     other = rows_of(step, prompts) + rows_of(step, chunks)
     wanted = sum(work.remaining for work in (*prompts, *chunks))
     if decoding:
-        bound = max(1, rows // BESIDE_DECODING)
+        mixed = max(1, rows // BESIDE_DECODING)
+        bound = mixed - len(decoding) if 2 * len(decoding) < mixed else (mixed + 1) // 2
         assert other == min(wanted, bound) or len(decoding) + bound > rows
         assert rows_of(step, decoding) == len(decoding) or len(decoding) + min(bound, wanted) > rows
     else:

@@ -150,7 +150,7 @@ def _launch_partial(
     _, kv_heads, block_m, v_dim = part_out.shape
     if len(slab.programs) == 0:
         return
-    partial_kernel[(len(slab.programs), kv_heads)](
+    partial_kernel[(kv_heads, len(slab.programs))](
         q=q,
         k=pages.k,
         v=pages.v,

@@ -200,10 +200,13 @@ def partial_kernel(
 ):
     """One row tile of one KV head over consecutive pieces of its segments: normalised output, base-2 log-sum-exp."""
     ACC: tl.constexpr = part_out.dtype.element_ty
-    i_p, i_hkv = tl.program_id(0), tl.program_id(1)
+    # heads first: programs without work, for which a captured grid has room, all come after those with work
+    i_hkv, i_p = tl.program_id(0), tl.program_id(1)
     p_program = programs + i_p * PROGRAM_FIELDS
     work_begin = tl.load(p_program)
     work_end = tl.load(p_program + 1)
+    if work_begin == work_end:
+        return
 
     o_m = tl.arange(0, BLOCK_M)
     o_dk = tl.arange(0, BLOCK_DK)

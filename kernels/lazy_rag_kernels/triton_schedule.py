@@ -46,6 +46,8 @@ WARPS_PER_MULTIPROCESSOR = 8
 SCRATCH_BYTES = 1024
 # bounds the partial results held at once
 WORKSPACE_BYTES = 256 << 20
+# of a grid's second axis
+MOST_PROGRAMS = 65535
 # what a work item's rows see of its keys; a layer with a sliding window searches in every item
 ALL_SEEN, SOME_HIDDEN, SEARCH = 0, 1, 2
 # records are padded to 16 bytes: the views of all slabs are then equally aligned, and Triton compiles one variant
@@ -230,7 +232,8 @@ def make_schedule(plan: AttentionPlan, shape: HeadShape, limits: DeviceLimits) -
     seen = [length for length in plan.seg_length if length > 0]
     tile = tile_shape(most_rows, shape, limits, short_segments=sum(seen) < SHORT_SEGMENT * len(seen))
     place_bytes = shape.kv_heads * tile.block_m * shape.v_dim * max(4, shape.itemsize)
-    tables = slab_tables(plan, tile, shape.kv_heads, limits, max_places=WORKSPACE_BYTES // place_bytes)
+    most = min(MOST_PROGRAMS, WORKSPACE_BYTES // place_bytes)
+    tables = slab_tables(plan, tile, shape.kv_heads, limits, max_places=most)
     host = torch.from_numpy(np.concatenate([table.reshape(-1) for slab in tables for table in slab] or [_NOTHING]))
     if plan.device.type == "cuda":
         host = host.pin_memory()
