@@ -14,9 +14,11 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready-test
 	$(bin)/python -m pytest -n 2 --dist loadfile
 
-# what takes too long for every run: ten thousand requests, and processes killed while they write a store
+# what takes too long for every run: ten thousand requests, everything in random order against fresh runtimes, and
+# processes killed while they write a store
 stress: $(VENV)/.ready-test
 	$(bin)/python -m pytest -m stress -s
+	$(bin)/python -m tests.churn 600 $$(date +%s)
 	$(bin)/python -m tests.crashes records 200 1
 	$(bin)/python -m tests.crashes runtime 20 1
 

@@ -66,8 +66,7 @@ def forget_live(runtime: Runtime) -> None:
 
 def forget(runtime: Runtime, chunks: list[Chunk]) -> None:
     ids, residency = [chunk.id for chunk in chunks], runtime._engine.residency
-    runtime._engine.call(lambda: residency.discard(ids)).result()
-    runtime._engine.call(lambda: residency.welcome(ids)).result()
+    runtime._engine.call(lambda: residency.drop(ids)).result()
 
 
 def check_answers(runtime: Runtime, stock: PreTrainedModel, layouts: list[PromptLayout]) -> float:

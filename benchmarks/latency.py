@@ -237,8 +237,7 @@ def copy_rate() -> float:
 
 def forget(runtime: Runtime, chunks: list[Chunk]) -> None:
     ids, residency = [chunk.id for chunk in chunks], runtime._engine.residency
-    runtime._engine.call(lambda: residency.discard(ids)).result()
-    runtime._engine.call(lambda: residency.welcome(ids)).result()
+    runtime._engine.call(lambda: residency.drop(ids)).result()
 
 
 def profile(name: str, work: Callable[[], Any], rows: int = 14) -> None:

@@ -113,8 +113,7 @@ class Load:
 
     def empty(self) -> None:
         ids, residency = [document.id for document in self.documents], self.engine.residency
-        self.engine.call(lambda: residency.discard(ids)).result()
-        self.engine.call(lambda: residency.welcome(ids)).result()
+        self.engine.call(lambda: residency.drop(ids)).result()
 
     def fill(self) -> float:
         """Encode what is missing; seconds."""

@@ -27,7 +27,7 @@ from lazy_rag.plan import Sequence as TokenSequence
 from lazy_rag.requests import ChunkUse, Counters, Request
 from lazy_rag.residency import Residency
 from lazy_rag.sampling import Sampler, SamplingParams, TextStream
-from lazy_rag.scheduler import WaitingLine
+from lazy_rag.scheduler import WaitingLine, gives_way
 
 
 class Admission:
@@ -132,10 +132,11 @@ class Admission:
     def _take_live(self, request: Request) -> None:
         """Use the leading live pages that an earlier request left. One token at least is computed, for its logits."""
         # what a deletion removed must not come back through live text that has read it
-        if request.keys is None and not self._residency.deleted(request.layout.chunks):
+        if request.keys is None and not self._residency.any_deleted(request.layout.chunks.values()):
             request.keys = LiveKeys(request.layout, self._pool.page_size)
             request.keys.extend(request.token_ids)
             request.epoch = self._live.epoch
+        self._cache.drop_expired()
         if request.keys is not None and request.epoch == self._live.epoch:
             request.live = self._live.take(request.keys.keys[: (request.tokens - 1) // self._pool.page_size])
         request.published = len(request.live)
@@ -196,6 +197,8 @@ class Admission:
         if leader is None or leader.sequence is None or leader.sequence.computed < live or request.preempted:
             return
         assert sequence is not None
+        if set(request.leases) != set(leader.leases):
+            return  # a chunk has expired in between, and was computed again
         page = (live - 1) // self._pool.page_size
         if len(request.live) == page and sequence.computed < live - 1:
             self._pool.copy(leader.sequence.pages[page], sequence.pages[page])
@@ -222,11 +225,17 @@ class Admission:
             return
         while request.published < min(computed // self._pool.page_size, len(keys.keys)):
             page = sequence.pages[request.published]
-            live = self._live.publish(keys.keys[request.published], page)
+            live = self._live.publish(keys.keys[request.published], page, self._born(request))
             if live is not None:
                 request.pages.remove(page)
                 request.live.append(live)
             request.published += 1
+
+    def _born(self, request: Request) -> float:
+        """When the oldest KV was computed that a live page of a request may depend on; the encode prefix has no age."""
+        prefix = None if self._prefix is None else self._prefix.id
+        chunks = [entry.born for entry in request.leases if entry.chunk.id != prefix]
+        return min([self._cache.clock(), *chunks, *(live.born for live in request.live)])
 
     def release(self, request: Request) -> None:
         """Give back everything a request holds. Safe at any point of its life."""
@@ -253,22 +262,29 @@ class Admission:
         self._counters.preemptions += 1
         self.waiting.add(request)
 
-    def fits_without(self, request: Request, others: Sequence[Request]) -> bool:
-        """Whether a waiting request would fit if these running ones gave way."""
-        kept = {page for entry in self._cache if self._cache.is_pinned(entry) for page in entry.pages}
-        for encoding in self._residency.encodings.values():
-            kept.update(encoding.entry.pages)
-        for running in self.running:
-            if running not in others:
-                kept.update(page for entry in running.leases for page in entry.pages)
-                kept.update(running.pages, (live.page for live in running.live))
+    def in_the_way(self, request: Request) -> Request | None:
+        """The running request that has to give way for a waiting one of higher priority; None when there is none, or
+        the waiting one would not fit if all those of lower priority did."""
+        lower = [running for running in self.running if running.rank[0] > request.rank[0]]
+        if not lower:
+            return None
+        chunks = [request.layout.chunks[i] for i in {s.chunk_id for s in request.layout.segments}]
+        staying = self._cache.staying(entry for running in lower for entry in running.leases)
+        if self._cache.over_quota(chunks, staying):
+            return None
+        there = {entry.chunk.id for entry in staying if not entry.discarded}
         needed = self._pages_at_first(request)
-        for chunk_id in {s.chunk_id for s in request.layout.segments}:
-            chunk = request.layout.chunks[chunk_id]
-            entry = self._residency.find(chunk)
-            if entry is None or kept.isdisjoint(entry.pages):
-                needed += self._pool.pages_for(len(chunk))
-        return needed + len(kept) <= self._pool.num_pages
+        needed += sum(self._pool.pages_for(len(chunk)) for chunk in chunks if chunk.id not in there)
+        kept = {page for entry in staying for page in entry.pages}
+        for running in self.running:
+            if running not in lower:
+                kept.update(running.pages, (live.page for live in running.live))
+        if needed + len(kept) > self._pool.num_pages:
+            return None
+        # of no help where a quota is short: requests that hold none of its pages
+        short = self._cache.over_quota(chunks, self._cache.staying())
+        holders = [r for r in lower if any(e.chunk.namespace in short and e not in staying for e in r.leases)]
+        return gives_way(holders or lower)
 
     def private_pages(self) -> list[int]:
         """The unshared live pages of running requests, for `check`."""

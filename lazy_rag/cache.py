@@ -177,8 +177,8 @@ class ChunkCache:
         return True
 
     def pin(self, chunk_ids: Collection[ChunkId], ttl: float | None = None) -> None:
-        """Keep published chunks until `unpin`, or for `ttl` seconds; all of them or none. Raises CacheFullError when
-        one is not there."""
+        """Keep published chunks until `unpin`, or for `ttl` seconds, or as long as they are pinned already; all of them
+        or none. Raises CacheFullError when one is not there."""
         missing = [i for i in chunk_ids if i not in self._published]
         if missing:
             raise CacheFullError(
@@ -187,7 +187,8 @@ class ChunkCache:
             )
         until = math.inf if ttl is None else self.clock() + ttl
         for chunk_id in chunk_ids:
-            self._published[chunk_id].pinned_until = until
+            entry = self._published[chunk_id]
+            entry.pinned_until = max(entry.pinned_until, until)
 
     def unpin(self, chunk_ids: Collection[ChunkId]) -> None:
         for chunk_id in chunk_ids:
@@ -207,7 +208,7 @@ class ChunkCache:
             chunks: those that some of the pages are for; quotas of their namespaces are kept.
             evict: False: only pages that are free, of idle live text, or whose chunk has expired.
         """
-        self._drop_expired()
+        self.drop_expired()
         victims = self._victims(count - self.pool.num_free - self.live.idle, self._over_quota(chunks))
         if victims is None or (victims and not evict):
             return None
@@ -256,6 +257,26 @@ class ChunkCache:
                 wanted[chunk.namespace] += self.pool.pages_for(len(chunk))
         return +Counter({name: self._held[name] + more - self._quotas[name] for name, more in wanted.items()})
 
+    def staying(self, released: Iterable[CachedChunk] = ()) -> set[CachedChunk]:
+        """Entries that would keep their pages if these leases ended: pinned, leased by others, or on their way here."""
+        ended = Counter(released)
+        return {
+            entry
+            for entry in (*self._published.values(), *self._unlisted)
+            if entry.leases > ended[entry] or self.is_pinned(entry) or not (entry.published or entry.discarded)
+        }
+
+    def over_quota(self, chunks: Iterable[Chunk], staying: Collection[CachedChunk]) -> set[str]:
+        """Namespaces whose quota does not hold these chunks and the entries that stay."""
+        there = {entry.chunk.id for entry in staying if not entry.discarded}
+        sizes: Counter[str] = Counter()
+        for entry in staying:
+            sizes[entry.chunk.namespace] += len(entry.pages)
+        wanted = [chunk for chunk in chunks if chunk.id not in there]
+        for chunk in wanted:
+            sizes[chunk.namespace] += self.pool.pages_for(len(chunk))
+        return {c.namespace for c in wanted if sizes[c.namespace] > self._quotas.get(c.namespace, self.pool.num_pages)}
+
     def require_quota(self, chunks: Iterable[Chunk]) -> None:
         """Raises CacheFullError when a namespace's quota can never hold these chunks at once."""
         wanted = {chunk.id: chunk for chunk in chunks}
@@ -277,8 +298,12 @@ class ChunkCache:
     def _expired(self, entry: CachedChunk) -> bool:
         return self.ttl is not None and self.clock() - entry.born >= self.ttl and not self.is_pinned(entry)
 
-    def _drop_expired(self) -> None:
-        if self.ttl is None or self.clock() < self._due:
+    def drop_expired(self) -> None:
+        """Live text goes `ttl` seconds after the oldest KV behind it was computed; chunks that are pinned stay."""
+        if self.ttl is None:
+            return
+        self.live.forget_until(self.clock() - self.ttl)
+        if self.clock() < self._due:
             return
         for entry in [e for e in self._published.values() if self._expired(e)]:
             self.discard(entry.chunk.id, "expired")

@@ -49,8 +49,9 @@ class Chunker:
             )
         return ChunkRecord(self._keys.chunk_id(namespace, token_ids), namespace, stripped, token_ids)
 
-    def chunk(self, record: ChunkRecord) -> Chunk:
-        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace)
+    def chunk(self, record: ChunkRecord, as_of: int = 0) -> Chunk:
+        """`as_of`: `Residency.deletions` from before the record was read or written."""
+        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace, as_of)
 
     def text_tokens(self, record: ChunkRecord) -> int:
         """How many of a chunk's tokens are its text; the others are the separator."""

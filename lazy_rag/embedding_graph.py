@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lazy_rag.captures import GATE
+
 _log = logging.getLogger(__name__)
 
 LENGTHS = (16, 32, 64, 128, 256)
@@ -98,10 +100,11 @@ class EmbeddingGraphs:
                 result[0] = self._forward(static)
 
             return static, run, lambda: result[0]
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            result[0] = self._forward(static)
+        with GATE.alone():
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                result[0] = self._forward(static)
         self._memory = graph.pool()
         return static, graph.replay, lambda: result[0]
 

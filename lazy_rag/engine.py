@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import queue
 import threading
 import time
@@ -31,6 +30,7 @@ from lazy_rag.admission import Admission
 from lazy_rag.cache import ChunkCache
 from lazy_rag.errors import CacheFullError, DeadlineExceededError, LazyRAGError, RuntimeClosedError
 from lazy_rag.execution import Executor, Logits
+from lazy_rag.forks import Home
 from lazy_rag.futures import as_lazy_error, resolve, set_exception, set_result
 from lazy_rag.grammar import Constraint
 from lazy_rag.layout import Chunk, PromptLayout
@@ -103,7 +103,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._idle = False  # nothing to do until a command comes: chunks are being loaded
         self._closing = False
-        self._process = os.getpid()
+        self._home = Home()
         self._alone = False  # closed from the engine's own thread
         self._lock = threading.Lock()  # orders `close` against submissions: nothing enters the queue after its end
         self._thread = threading.Thread(target=self._run, name="lazy-rag-engine", daemon=True)
@@ -193,7 +193,8 @@ class Engine:
         return future
 
     def wake(self) -> None:
-        self._commands.put(lambda: None)
+        if not self._home.left:
+            self._commands.put(lambda: None)
 
     def close(self) -> None:
         """End the thread after the current step. Unfinished requests fail with RuntimeClosedError. Idempotent."""
@@ -214,8 +215,7 @@ class Engine:
         self.pool.close()
 
     def _put(self, command: Callable[[], None]) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeClosedError("this process was forked from the runtime's: make a new Runtime here")
+        self._home.require()
         with self._lock:
             if self._closing:
                 raise RuntimeClosedError("the runtime is closed")
@@ -402,14 +402,13 @@ class Engine:
                 if self.admission.admit(request):
                     self._waiting.remove(request)
                     continue
-                lower = [r for r in self._running if r.rank[0] > request.rank[0]]
-                would_fit = bool(lower) and self.admission.fits_without(request, lower)
+                in_the_way = self.admission.in_the_way(request)
             except Exception as error:  # noqa: BLE001  a malformed layout, say: this request only
                 self._fail_sequence(request, None, error)
                 continue
-            if would_fit:
+            if in_the_way is not None:
                 if not self._landed():
-                    self.admission.give_way(gives_way(lower))
+                    self.admission.give_way(in_the_way)
                 continue
             if self._running or self.residency.encodings or self.residency.jobs:
                 return  # pages come back when these finish

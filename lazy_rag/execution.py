@@ -22,6 +22,7 @@ from lazy_rag_kernels.tuned import tuning
 from torch import Tensor
 
 from lazy_rag import projections
+from lazy_rag.captures import GATE
 from lazy_rag.model import LanguageModel, Step
 from lazy_rag.plan import Part, PlacedSegment, StepTables, build_plan, collect, to_device
 from lazy_rag.plan import Sequence as TokenSequence
@@ -82,12 +83,13 @@ def _products_of(rows: int, device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or rows not in tuning(torch.cuda.get_device_name(device)).cublaslt_rows:
         yield
         return
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
+    with GATE.alone():  # another runtime must not take this for the setting to put back
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        try:
+            yield
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
 
 
 class Executor:
@@ -195,7 +197,8 @@ class Executor:
             graphs, key=lambda g: (g.plan.bucket.rows, g.plan.bucket.most_rows, g.plan.bucket.sequences)
         )
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            with GATE.together():
+                torch.cuda.synchronize(device)
         _log.info("%d graphs ready in %.1f s", len(graphs), time.perf_counter() - began)
 
     def close(self) -> None:
@@ -292,9 +295,10 @@ class Executor:
     def _capture(self, plan: BucketPlan, memory: Any) -> tuple[_Graph, Any]:
         """Capture one bucket. `memory`: the pool of the graphs captured before, shared by all."""
         self._body(plan)  # compiles what is not compiled yet, and lets libraries take their workspaces
-        torch.cuda.synchronize(self._model.device)
-        graph = torch.cuda.CUDAGraph()
-        # other threads may use the device meanwhile: an embedder, say
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            logits = self._body(plan)
+        with GATE.alone():
+            torch.cuda.synchronize(self._model.device)
+            graph = torch.cuda.CUDAGraph()
+            # other threads may use the device meanwhile: an embedder, say
+            with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+                logits = self._body(plan)
         return _Graph(plan, logits, graph.replay), graph.pool()

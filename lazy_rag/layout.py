@@ -5,10 +5,12 @@ Holds no tensors. A layout says what stands where; it does not know whether a ch
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from lazy_rag.catalog import check_namespace
 from lazy_rag.errors import ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.rope import segment_delta
@@ -18,13 +20,15 @@ from lazy_rag.rope import segment_delta
 class Chunk:
     """A token sequence with one KV image. `base` is the stored position of its first token (`lazy_rag/rope.py`).
 
-    `namespace` went into the id; it is kept for quotas and explanations.
+    `namespace` went into the id; it is kept for quotas and explanations. `as_of`: how many deletions there had been
+    (`Residency.deletions`) when the chunk was last known to be held; one made since then takes it away.
     """
 
     id: ChunkId
     token_ids: tuple[int, ...]
     base: int
     namespace: str = field(default="", compare=False)
+    as_of: int = field(default=0, compare=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -137,6 +141,82 @@ class PromptLayout:
         from lazy_rag.display import layout_html
 
         return layout_html(self)
+
+
+LIMIT = 1 << 30  # positions and deltas are 32-bit numbers on a device, and so are their sums
+
+
+def require_sound(layout: object) -> PromptLayout:
+    """The layout, if its parts are what they say: of the right types, within range, end to end, inside their chunks.
+
+    Whoever built one by hand or changed one can have put anything into it. Raises ConfigError naming what is wrong. The
+    deltas are only bounded: research moves them on purpose.
+    """
+    if not isinstance(layout, PromptLayout):
+        raise ConfigError(f"{_brief(layout)} is no layout: rt.layout(question, ids) makes one")
+    _require(_whole(layout.page_size) and layout.page_size > 0, "page_size", layout.page_size)
+    _require(isinstance(layout.dropped, tuple), "dropped", layout.dropped)
+    _require(isinstance(layout.chunks, dict), "chunks", layout.chunks)
+    _require(isinstance(layout.items, tuple), "items", layout.items)
+    check_namespace(layout.namespace)
+    if layout.prefix is not None:
+        _require_chunk(layout.prefix)
+    for chunk_id, chunk in layout.chunks.items():
+        _require_chunk(chunk)
+        _require(chunk_id == chunk.id, "chunks", f"{_brief(chunk_id)}: {_brief(chunk)}")
+    position = 0
+    for item in layout.items:
+        if isinstance(item, LiveRun):
+            _require_tokens(item.token_ids)
+            _require(_whole(item.repaired) and 0 <= item.repaired <= item.length, "repaired", item.repaired)
+        else:
+            _require(isinstance(item, Segment), "items", item)
+            _require_segment(item, layout)
+        if not _whole(item.offset) or item.offset != position:
+            raise ConfigError(f"the layout's pieces do not lie end to end: {_brief(item)} is at position {position}")
+        position += item.length
+    _require(position < LIMIT, "length", position)
+    if not layout.items or not isinstance(layout.items[-1], LiveRun):
+        raise ConfigError("a prompt must end with live tokens: the last one's logits give the first new token")
+    return layout
+
+
+def _require_segment(segment: Segment, layout: PromptLayout) -> None:
+    chunk = layout.chunks.get(segment.chunk_id) if isinstance(segment.chunk_id, str) else None
+    if chunk is None:
+        raise ConfigError(f"the layout names a chunk {_brief(segment.chunk_id)} that its chunks do not hold")
+    start, length = segment.start, segment.length
+    whole = all(map(_whole, (start, length, segment.delta)))
+    if not whole or start % layout.page_size or not 0 <= start < start + length <= len(chunk):
+        raise ConfigError(f"{_brief(segment)} is no range of its chunk's {len(chunk)} tokens that begins at a page")
+    _require(abs(segment.delta) < LIMIT, "delta", segment.delta)
+
+
+def _require_chunk(chunk: object) -> None:
+    _require(isinstance(chunk, Chunk), "chunks", chunk)
+    assert isinstance(chunk, Chunk)
+    _require(isinstance(chunk.id, str), "id of a chunk", chunk.id)
+    _require(_whole(chunk.base) and 0 <= chunk.base < LIMIT, "base of a chunk", chunk.base)
+    _require(_whole(chunk.as_of) and chunk.as_of >= 0, "as_of of a chunk", chunk.as_of)
+    check_namespace(chunk.namespace)
+    _require_tokens(chunk.token_ids)
+
+
+def _require_tokens(token_ids: object) -> None:
+    sound = isinstance(token_ids, tuple) and token_ids and all(_whole(t) and 0 <= t < 1 << 31 for t in token_ids)
+    _require(bool(sound), "token_ids", token_ids)
+
+
+def _require(sound: bool, name: str, value: object) -> None:
+    if not sound:
+        raise ConfigError(f"the layout cannot be used: its {name} must not be {_brief(value)}")
+
+
+def _brief(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except Exception:  # noqa: BLE001  of an object of whatever class
+        return f"a {type(value).__name__}"
 
 
 class LayoutBuilder:

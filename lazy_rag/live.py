@@ -11,6 +11,7 @@ A published page is never written again. Idle pages give way before any chunk do
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -62,10 +63,14 @@ class LiveKeys:
 
 @dataclass(eq=False)
 class LivePage:
-    """A full page of live tokens, immutable. `users`: requests that read it; `listed`: whether lookups find it."""
+    """A full page of live tokens, immutable. `users`: requests that read it; `listed`: whether lookups find it.
+
+    `born`: when the oldest KV behind it was computed, its own or that of a chunk or page it has read (cache's clock).
+    """
 
     page: int
     key: bytes
+    born: float
     users: int = 1
     listed: bool = True
 
@@ -77,7 +82,8 @@ class LivePages:
         self._pool = pool
         self._listed: dict[bytes, LivePage] = {}
         self._unlisted: set[LivePage] = set()  # forgotten, but still read
-        self._idle: OrderedDict[LivePage, None] = OrderedDict()  # the oldest first
+        self._idle: OrderedDict[LivePage, None] = OrderedDict()  # the longest idle first
+        self._oldest = math.inf  # no listed page was born before
         self.epoch = 0  # how often everything was forgotten
 
     @property
@@ -102,11 +108,12 @@ class LivePages:
             found.append(live)
         return found
 
-    def publish(self, key: bytes, page: int) -> LivePage | None:
+    def publish(self, key: bytes, page: int, born: float = math.inf) -> LivePage | None:
         """Share a completely written page, used by its request from now on; None when another serves that key."""
         if key in self._listed:
             return None
-        live = self._listed[key] = LivePage(page, key)
+        live = self._listed[key] = LivePage(page, key, born)
+        self._oldest = min(self._oldest, born)
         return live
 
     def release(self, pages: Sequence[LivePage]) -> None:
@@ -132,11 +139,21 @@ class LivePages:
     def forget(self) -> None:
         """Nothing published so far is found again; what is still read is freed with its last user."""
         self.epoch += 1
-        self.reclaim(len(self._idle))
-        for live in self._listed.values():
-            live.listed = False
-            self._unlisted.add(live)
-        self._listed.clear()
+        self.forget_until(math.inf)
+
+    def forget_until(self, time: float) -> None:
+        """Pages born at that time or before are not found again; what is still read is freed with its last user."""
+        if time < self._oldest:
+            return
+        for live in [live for live in self._listed.values() if live.born <= time]:
+            del self._listed[live.key]
+            if live.users:
+                live.listed = False
+                self._unlisted.add(live)
+            else:
+                del self._idle[live]
+                self._pool.free((live.page,))
+        self._oldest = min((live.born for live in self._listed.values()), default=math.inf)
 
     def check(self) -> list[str]:
         """Invariants."""

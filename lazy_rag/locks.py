@@ -4,6 +4,8 @@ lock          held for life: shared by every runtime that has the store open, al
 records.lock  held for moments: shared while a record gets its name, alone while records are deleted, or
               the warm list is changed
 index.lock    held for moments: alone while index.faiss is replaced
+
+A forked child lets go of them at once.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from lazy_rag.errors import StoreError
+from lazy_rag.forks import closed_in_children
 
 _PATIENCE = 30.0  # seconds to wait for a lock that is held for moments
 
@@ -27,7 +30,7 @@ def lock_folder(folder: Path, *, alone: bool = False) -> IO[bytes]:
     """
     with ExitStack() as undo:
         try:
-            file = undo.enter_context((folder / "lock").open("ab"))
+            file = undo.enter_context(closed_in_children(folder / "lock"))
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             what = "is open in another runtime" if alone else "is being replaced by another runtime"
@@ -38,11 +41,17 @@ def lock_folder(folder: Path, *, alone: bool = False) -> IO[bytes]:
     return file
 
 
+def unlock(file: IO[bytes]) -> None:
+    """End a lock before its file is closed: a child forked just now may have that open too."""
+    if not file.closed:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
 @contextmanager
 def moment(path: Path, *, alone: bool) -> Iterator[None]:
     """Hold a lock file inside the block. Raises StoreError when it is not to be had for half a minute."""
     deadline = time.monotonic() + _PATIENCE
-    with path.open("ab") as file:
+    with closed_in_children(path) as file:
         while True:
             try:
                 fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -53,7 +62,10 @@ def moment(path: Path, *, alone: bool) -> Iterator[None]:
                         f"{str(path)!r} is held by another process, which seems to have stopped: end it"
                     ) from error
                 time.sleep(0.001)
-        yield
+        try:
+            yield
+        finally:
+            unlock(file)
 
 
 def try_alone(file: IO[bytes]) -> bool:

@@ -6,16 +6,20 @@ would compute, is not asked; everything that reading a record compares is.
 
 from __future__ import annotations
 
-import os
+import stat
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from lazy_rag.errors import StoreError
+from lazy_rag.arguments import checked_keywords
+from lazy_rag.errors import ConfigError, StoreError
 from lazy_rag.keys import ChunkId
-from lazy_rag.records import KVRecords
-from lazy_rag.retriever import Retriever
-from lazy_rag.store import Manifest, read_manifest
+from lazy_rag.records import KVRecords, remove
+from lazy_rag.retriever import Retriever, require_catalog
+from lazy_rag.store import Manifest, read_manifest, read_warm
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,14 @@ class _Store:
     """An opened store folder: manifest, catalog and records. A context manager."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        manifest = read_manifest(self.folder) if self.folder.is_dir() else None
+        try:
+            self.folder = Path(folder)
+            manifest = read_manifest(self.folder) if self.folder.is_dir() else None
+        except (TypeError, ValueError) as error:  # no path at all, or one with a NUL
+            raise StoreError(f"{folder!r} is no path of a folder") from error
         if manifest is None:
             raise StoreError(f"there is no store in {str(folder)!r}")
+        require_catalog(self.folder)
         self.manifest: Manifest = manifest
         self.retriever = Retriever(None, self.folder, manifest.key_space)
         self.records = KVRecords(self.folder, "", manifest.key_space)
@@ -71,41 +79,72 @@ class _Store:
         written = self.records.ids()  # first: another process may add a chunk and its record in between
         return sorted(set(written) - self.held())
 
+    def quarantine(self) -> list[Path]:
+        """What was set aside. Raises StoreError."""
+        folder = self.folder / "quarantine"
+        try:
+            return sorted(folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"{str(folder)!r} cannot be listed ({error.strerror}): remove it") from error
 
+
+@checked_keywords()
 def verify(folder: str | Path, *, repair: bool = False) -> list[str]:
     """What is wrong with a store, in words; empty when it is sound.
 
     Args:
-        repair: set bad records aside, delete what no document holds, rebuild the vector index.
+        repair: set aside bad records and what does not belong beside them, delete what no document holds, rebuild the
+            vector index. What cannot be read now may be sound, and is left.
 
-    Raises StoreError when there is no store, or one of another schema version.
+    Raises StoreError when there is no store, one of another schema version, or one without a catalog.
     """
+    _known_flag("repair", repair)
     with _Store(folder) as store:
         problems = store.retriever.check(repair=repair)
-        known = store.retriever.records(store.records.ids())
-        for chunk_id in store.records.ids():
-            record = known.get(chunk_id)
-            try:
-                problem = store.records.problem(chunk_id, None if record is None else record.token_ids)
-            except StoreError as error:  # it may be sound: it is left where it is
-                problems.append(str(error))
-                continue
-            if problem is not None:
-                problems.append(f"the record of chunk {chunk_id} is bad: {problem}")
-                if repair:
-                    store.records.quarantine(chunk_id, problem)
+        problems += _records_problems(store, repair=repair)
         unheld = store.unheld()
         problems += [f"a record is there for chunk {chunk_id}, which no document holds" for chunk_id in unheld]
+        found = store.records.look()
+        problems += [f"{str(path)!r} is no record in its place" for path in found.strays] + found.unlisted
+        steps: list[Callable[[], object]] = [store.quarantine, lambda: read_warm(store.folder)]
         if repair:
-            store.records.delete(unheld)
+            steps.append(lambda: store.records.delete(unheld))
+            steps += [partial(store.records.set_aside, path) for path in found.strays]
+        for step in steps:
+            try:
+                step()
+            except StoreError as error:
+                problems.append(str(error))
         return problems
 
 
+def _records_problems(store: _Store, *, repair: bool) -> list[str]:
+    """Of every record that can be read, by its bytes."""
+    problems = []
+    ids = store.records.ids()
+    known = store.retriever.records(ids)
+    for chunk_id in ids:
+        record = known.get(chunk_id)
+        try:
+            problem = store.records.problem(chunk_id, None if record is None else record.token_ids)
+        except StoreError as error:  # it may be sound: it is left where it is
+            problems.append(str(error))
+            continue
+        if problem is not None:
+            problems.append(f"the record of chunk {chunk_id} is bad: {problem}")
+            if repair:
+                store.records.quarantine(chunk_id, problem)
+    return problems
+
+
+@checked_keywords()
 def stats(folder: str | Path) -> StoreStats:
     """What a store holds, without reading any record. Raises StoreError."""
     with _Store(folder) as store:
         sizes = store.records.sizes()
-        set_aside = [_size(path) for path in (store.folder / "quarantine").glob("*")]
+        set_aside = [_size(path) for path in store.quarantine()]
         chunks = Counter(record.namespace for record in store.retriever.records(store.retriever.chunk_ids()).values())
         return StoreStats(
             model=store.manifest.model,
@@ -120,32 +159,35 @@ def stats(folder: str | Path) -> StoreStats:
         )
 
 
+@checked_keywords()
 def collect(folder: str | Path, *, max_bytes: int | None = None, dry_run: bool = False) -> Collected:
-    """Remove records no document holds, quarantined ones, and files of writers that died.
+    """Remove records no document holds, what was set aside, and files of writers that died.
 
     Args:
         max_bytes: then also the records written longest ago, until the others take no more than this. The encode
             prefix stays.
         dry_run: only count.
 
-    Raises StoreError.
+    Raises StoreError when there is no store or no catalog in it, and when something cannot be deleted (then the rest
+    is).
     """
+    _known_flag("dry_run", dry_run)
+    if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
+        raise ConfigError(f"max_bytes={max_bytes!r} must be a whole number of at least 0, or None")
     with _Store(folder) as store:
         sizes = store.records.sizes()
         unheld = store.unheld()
-        quarantine = list((store.folder / "quarantine").glob("*"))
+        quarantine = store.quarantine()
         abandoned = store.records.abandoned()
         gone = [*quarantine, *abandoned]
         freed = sum(_size(path) for path in gone) + sum(sizes[i][0] for i in unheld if i in sizes)
         over = _over_budget(store, {i: s for i, s in sizes.items() if i not in set(unheld)}, max_bytes)
         freed += sum(sizes[i][0] for i in over)
         if not dry_run:
-            store.records.delete([*unheld, *over])
-            for path in gone:
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:
-                    raise StoreError(f"cannot delete {str(path)!r}: {error.strerror or error}") from error
+            with ExitStack() as all_of_them:
+                all_of_them.callback(store.records.delete, [*unheld, *over])
+                for path in gone:
+                    all_of_them.callback(_delete, path)
         return Collected(len(unheld), len(quarantine), len(abandoned), len(over), freed)
 
 
@@ -160,8 +202,24 @@ def _over_budget(store: _Store, sizes: dict[ChunkId, tuple[int, float]], max_byt
     return over
 
 
-def _size(path: Path) -> int:
+def _delete(path: Path) -> None:
     try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
+        remove(path)
+    except OSError as error:
+        raise StoreError(f"cannot delete {str(path)!r}: {error.strerror or error}") from error
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all that is in a folder; links count as nothing."""
+    try:
+        about = path.lstat()
+        if stat.S_ISDIR(about.st_mode):
+            return sum(map(_size, path.iterdir()))
+        return about.st_size if stat.S_ISREG(about.st_mode) else 0
+    except OSError:
         return 0
+
+
+def _known_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be True or False")

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from lazy_rag.errors import RuntimeClosedError
+from lazy_rag.forks import Home
 from lazy_rag.futures import resolve
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ class OwnerThread:
     """Runs functions one after another in its own thread."""
 
     def __init__(self, name: str) -> None:
+        self._home = Home()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # nothing enters the queue after its end
         self._ended = False
@@ -33,7 +35,8 @@ class OwnerThread:
             work()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Raises RuntimeClosedError after `end`."""
+        """Raises RuntimeClosedError after `end`, and in a forked child."""
+        self._home.require()
         future: Future[T] = Future()
         with self._lock:
             if self._ended:
@@ -43,6 +46,8 @@ class OwnerThread:
 
     def end(self) -> None:
         """Finish what is queued and stop. May be called again."""
+        if self._home.left:
+            return
         with self._lock:
             if not self._ended:
                 self._ended = True

@@ -11,10 +11,10 @@ from lazy_rag.building import Parts, Settings
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
-from lazy_rag.locks import lock_folder
+from lazy_rag.locks import lock_folder, unlock
 from lazy_rag.progress import progress_bar
 from lazy_rag.records import KVRecords
-from lazy_rag.retriever import Retriever
+from lazy_rag.retriever import Retriever, require_catalog
 from lazy_rag.store import (
     Manifest,
     open_folder,
@@ -36,6 +36,8 @@ class OpenStore:
         self._lock = lock_folder(self.folder, alone=alone)
         try:
             self.manifest = read_manifest(self.folder)
+            if self.manifest is not None and not alone:
+                require_catalog(self.folder)
         except BaseException:
             self.close()
             raise
@@ -49,6 +51,7 @@ class OpenStore:
         self.manifest = manifest
 
     def close(self) -> None:
+        unlock(self._lock)
         self._lock.close()
 
     def __enter__(self) -> OpenStore:

@@ -19,7 +19,7 @@ from lazy_rag.catalog import check_namespace
 from lazy_rag.conversation import Part, split_at_anchors
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
+from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout, require_sound
 from lazy_rag.prompt import Message
 from lazy_rag.remembering import Remembered
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
@@ -86,14 +86,6 @@ class Prepared:
     tools: ToolUse | None = None
 
 
-def known_chunk(known: Remembered, chunk_id: str, namespace: str) -> ChunkRecord:
-    """A stored or remembered chunk. Raises UnknownChunkError, also for one of another namespace."""
-    record = known.chunk(chunk_id)
-    if record.namespace != namespace:
-        raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
-    return record
-
-
 class Preparer:
     """Checks requests of one runtime and lays out their prompts. Thread-safe."""
 
@@ -108,6 +100,18 @@ class Preparer:
         """The namespace of a call."""
         return self._namespace if namespace is None else check_namespace(namespace)
 
+    @property
+    def as_of(self) -> int:
+        """For chunks that are looked up from now on."""
+        return self._parts.engine.residency.deletions
+
+    def chunk(self, chunk_id: str, namespace: str) -> tuple[Chunk, ChunkRecord]:
+        """A stored or remembered chunk. Raises UnknownChunkError, also for one of another namespace."""
+        as_of, record = self.as_of, self.remembered.chunk(chunk_id)
+        if record.namespace != namespace:
+            raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
+        return self._parts.chunker.chunk(record, as_of), record
+
     def retrieve(
         self, query: str | Sequence[float], k: int, condition: Mapping[str, Any] | None, namespace: str | None
     ) -> list[Hit]:
@@ -121,12 +125,13 @@ class Preparer:
         """A question with the chunks found for it. What was found is used even if it is deleted meanwhile."""
         if not isinstance(question, str):
             raise EmptyQuestionError("the question must be a text")
-        started = time.perf_counter()
+        started, as_of = time.perf_counter(), self.as_of
         rest: RequestOptions = {key: value for key, value in options.items() if key != "filter"}  # type: ignore[assignment]
         hits = self.retrieve(question, k, options.get("filter"), options.get("namespace"))
         found = time.perf_counter() - started
         space = self.space(options.get("namespace"))
-        placed = [Placed(self._chunk(ChunkRecord(h.chunk_id, space, h.text, h.token_ids))) for h in hits]
+        records = [ChunkRecord(h.chunk_id, space, h.text, h.token_ids) for h in hits]
+        placed = [Placed(self._parts.chunker.chunk(record, as_of)) for record in records]
         self._parts.engine.promote([piece.chunk for piece in placed])  # loads while the prompt is laid out
         sources = [Source(ChunkId(h.chunk_id), h.text, h.score, h.document_id, h.metadata, h.siblings) for h in hits]
         return replace(
@@ -200,7 +205,7 @@ class Preparer:
 
     def _anchors(self, text: str, *, namespace: str, sources: list[Source]) -> list[tuple[int, int, Chunk, int]]:
         """(start, stop, chunk, tokens of its text) of every chunk that stands in a text."""
-        anchors = self._retriever.anchors.find(text, namespace)
+        as_of, anchors = self.as_of, self._retriever.anchors.find(text, namespace)
         records = self.remembered.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
         found = []
         for start, stop, chunk_id in ((a.start, a.stop, a.chunk_id) for a in anchors):
@@ -208,7 +213,8 @@ class Preparer:
             # deleted meanwhile, say: the text is live then
             if record is None or record.namespace != namespace or record.text != text[start:stop]:
                 continue
-            found.append((start, stop, self._chunk(record), self._parts.chunker.text_tokens(record)))
+            chunk = self._parts.chunker.chunk(record, as_of)
+            found.append((start, stop, chunk, self._parts.chunker.text_tokens(record)))
             sources.append(Source(ChunkId(chunk_id), record.text))
         return found
 
@@ -265,16 +271,13 @@ class Preparer:
             if isinstance(part, Live):
                 pieces.append(part)
                 continue
-            record = known_chunk(self.remembered, part.chunk_id, namespace)
-            placed = Placed(self._chunk(record), part.start, part.length)
+            chunk, record = self.chunk(part.chunk_id, namespace)
+            placed = Placed(chunk, part.start, part.length)
             if placed.start >= len(placed.chunk) or placed.start + placed.tokens > len(placed.chunk):
                 raise ConfigError(f"{part} reaches beyond the chunk's {len(placed.chunk)} tokens")
             pieces.append(placed)
             sources.append(Source(part.chunk_id, record.text))
         return pieces
-
-    def _chunk(self, record: ChunkRecord) -> Chunk:
-        return self._parts.chunker.chunk(record)
 
     def _own(self, layout: PromptLayout) -> PromptLayout:
         """Check a layout built elsewhere: its chunk ids and offsets only fit the runtime it was built for.
@@ -282,26 +285,21 @@ class Preparer:
         The deltas are left as they are: research moves them on purpose.
         """
         parts, prefix = self._parts, self._parts.prefix
+        require_sound(layout)
         if layout.prefix != prefix or layout.page_size != parts.engine.pool.page_size:
             raise ConfigError("this layout was built for another runtime: its prefix or page size differ")
-        if not layout.items or not isinstance(layout.items[-1], LiveRun):
-            raise ConfigError("a prompt must end with live tokens: the last one's logits give the first new token")
-        position, vocabulary = 0, parts.model.config.vocab_size
-        for item in layout.items:
-            if item.offset != position or item.length < 1:
-                raise ConfigError(f"the layout's pieces do not lie end to end at position {position}")
-            position += item.length
-            if isinstance(item, LiveRun):
-                tokens = item.token_ids
+        vocabulary = parts.model.config.vocab_size
+        for chunk in {segment.chunk_id: layout.chunks[segment.chunk_id] for segment in layout.segments}.values():
+            if prefix is not None and chunk.id == prefix.id:
+                same = chunk == prefix
             else:
-                chunk = layout.chunks.get(item.chunk_id)
-                base = 0 if prefix is None or item.chunk_id == prefix.id else len(prefix)
-                if chunk is None or chunk.id != item.chunk_id or chunk.base != base:
-                    raise ConfigError(f"the layout does not hold chunk {item.chunk_id} as this runtime would encode it")
-                if item.start % layout.page_size or item.start < 0 or item.start + item.length > len(chunk):
-                    raise ConfigError(f"{item} is no range of its chunk's {len(chunk)} tokens")
-                tokens = chunk.token_ids
-            if not all(0 <= token < vocabulary for token in tokens):
+                base = 0 if prefix is None else len(prefix)
+                same = (chunk.base, chunk.id) == (base, parts.keys.chunk_id(chunk.namespace, chunk.token_ids))
+            if not same:
+                raise ConfigError(f"the layout does not hold chunk {chunk.id} as this runtime would encode it")
+        for item in layout.items:
+            tokens = item.token_ids if isinstance(item, LiveRun) else layout.chunks[item.chunk_id].token_ids
+            if max(tokens) >= vocabulary:
                 raise ConfigError(f"the layout holds token ids outside the vocabulary of {vocabulary}")
         return layout
 

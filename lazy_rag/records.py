@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +45,16 @@ class Loaded(NamedTuple):
 
     pages: Tensor
     age: float
+
+
+class Found(NamedTuple):
+    """What lies under `kv`: records in their own place, files being written or left half-written, what is neither, and
+    folders that cannot be listed, in words."""
+
+    records: list[ChunkId]
+    unfinished: list[Path]
+    strays: list[Path]
+    unlisted: list[str]
 
 
 class KVRecords:
@@ -84,6 +96,8 @@ class KVRecords:
         path = self.path(chunk.id)
         if os.path.isfile(path):
             return
+        if os.path.isdir(path):
+            self.quarantine(chunk.id, "it is no file")
         tokens = torch.tensor(chunk.token_ids, dtype=torch.int32)
         header = {
             "schema": str(SCHEMA_VERSION),
@@ -99,6 +113,10 @@ class KVRecords:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             data = save({"pages": pages.contiguous(), "token_ids": tokens}, header)
             write_atomically(path, data, lambda: self._naming(chunk.id))
+        except FileExistsError as error:
+            raise StoreError(
+                f"cannot write {str(path)!r}: a file stands where a folder belongs; `lazy-rag store verify` names it"
+            ) from error
         except OSError as error:
             raise StoreError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
@@ -182,9 +200,21 @@ class KVRecords:
         except OSError as error:
             _log.warning("record %s could not be set aside (%s) and is deleted", chunk_id, error)
             try:
-                path.unlink(missing_ok=True)
+                remove(path)
             except OSError as final:
                 _log.warning("record %s could not be deleted: %s", chunk_id, final)
+
+    def set_aside(self, path: Path) -> None:
+        """Move a stray file or folder to the quarantine. Raises StoreError."""
+        target = self.folder / "quarantine"
+        try:
+            target.mkdir(mode=0o700, exist_ok=True)
+            # not under its own name: that could be a record's
+            os.replace(path, target / f"stray-{secrets.token_hex(4)}-{path.name}")
+        except FileNotFoundError:
+            pass  # gone meanwhile
+        except OSError as error:
+            raise StoreError(f"cannot move {str(path)!r} to the quarantine: {error.strerror or error}") from error
 
     def _is_expired(self, age: float) -> bool:
         return self._ttl is not None and not 0 <= age < self._ttl
@@ -205,37 +235,88 @@ class KVRecords:
         return "quarantined" if chunk_id in self.quarantined or set_aside.exists() else None
 
     def delete(self, chunk_ids: Iterable[ChunkId]) -> None:
-        """Call it when the catalog no longer holds the chunks: then no process makes records of them any more."""
+        """Call it when the catalog no longer holds the chunks: then no process makes records of them any more.
+
+        Raises StoreError when one cannot be deleted; the others are.
+        """
+        failure: OSError | None = None
         try:
             with moment(self.folder / "records.lock", alone=True):
                 for chunk_id in chunk_ids:
                     path = self.path(chunk_id)
                     for place in (path, self.folder / "quarantine" / path.name):
-                        with suppress(FileNotFoundError, NotADirectoryError):
-                            place.unlink()
+                        try:
+                            remove(place)
+                        except OSError as error:
+                            failure = error
         except OSError as error:
-            raise StoreError(f"cannot delete records in {str(self.folder)!r}: {error}") from error
+            failure = error
+        if failure is not None:
+            raise StoreError(f"cannot delete records in {str(self.folder)!r}: {failure}") from failure
 
     def abandoned(self) -> list[Path]:
         """Files that writers which died have left behind."""
-        return [path for path in (self.folder / "kv").glob(f"*/{TEMPORARY}*") if is_abandoned(path)]
+        return [path for path in self.look().unfinished if is_abandoned(path)]
 
     def sweep(self) -> None:
         """Delete what writers that died left behind."""
         for path in self.abandoned():
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("%s, which a writer that died has left, could not be deleted: %s", path, error)
 
     def sizes(self) -> dict[ChunkId, tuple[int, float]]:
         """Bytes and time of writing of every record."""
         found = {}
         for chunk_id in self.ids():
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # gone, or a link that leads nowhere
                 about = self.path(chunk_id).stat()
                 found[chunk_id] = (about.st_size, about.st_mtime)
         return found
 
     def ids(self) -> list[ChunkId]:
-        return sorted(ChunkId(path.stem) for path in (self.folder / "kv").glob("*/[!.]*.safetensors"))
+        """Of every record, sorted."""
+        return self.look().records
+
+    def look(self) -> Found:
+        """Everything that lies under `kv`. Never raises."""
+        found = Found([], [], [], [])
+        for folder in _entries(self.folder / "kv", found):
+            if not os.path.isdir(folder):
+                found.strays.append(folder)
+                continue
+            for path in _entries(folder, found):
+                chunk_id = ChunkId(path.name.removesuffix(".safetensors"))
+                if path.name.startswith(TEMPORARY) and os.path.isfile(path):
+                    found.unfinished.append(path)
+                elif path == self.path(chunk_id) and not path.name.startswith(".") and os.path.exists(path):
+                    found.records.append(chunk_id)
+                elif os.path.lexists(path):  # else it was deleted just now
+                    found.strays.append(path)
+        found.records.sort()
+        return found
+
+
+def _entries(folder: Path, found: Found) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        found.unlisted.append(f"{str(folder)!r} cannot be listed ({error.strerror}): make it a readable folder again")
+        return []
+
+
+def remove(path: Path) -> None:
+    """Delete whatever has this name: a file, a link (not what it leads to), or a folder with all that is in it; nothing
+    where there is none. Raises OSError."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+    except NotADirectoryError:
+        pass
 
 
 def _parts(path: Path) -> tuple[dict[str, str], Tensor, Tensor]:

@@ -28,19 +28,15 @@ class Remembered:
         self._lock = threading.Lock()  # the retriever's owner thread takes it: who holds it must not wait for that one
         self._records: OrderedDict[str, ChunkRecord] = OrderedDict()
 
-    def add(self, texts: Sequence[str], namespace: str) -> tuple[list[str], list[str]]:
-        """The ids of chunks with these texts, and those of them that were not known before.
-
-        A text that is known already, by whatever way, is not tokenised again.
-        """
-        fresh: list[str] = []
+    def add(self, texts: Sequence[str], namespace: str) -> list[str]:
+        """The ids of chunks with these texts. One that is known already, by whatever way, is not tokenised again."""
         dropped: list[ChunkRecord] = []
         try:
-            return [self._id(text, namespace, fresh, dropped) for text in texts], fresh
+            return [self._id(text, namespace, dropped) for text in texts]
         finally:
             self._drop_anchors(dropped)
 
-    def _id(self, text: str, namespace: str, fresh: list[str], dropped: list[ChunkRecord]) -> str:
+    def _id(self, text: str, namespace: str, dropped: list[ChunkRecord]) -> str:
         anchors = self._retriever.anchors
         known = anchors.id_of(text, namespace) if isinstance(text, str) else None
         if known is not None and self.records([known]):
@@ -51,7 +47,6 @@ class Remembered:
             anchors.add(record.chunk_id, record.text, namespace)
             while len(self._records) > self._limit:
                 dropped.append(self._records.popitem(last=False)[1])
-        fresh.append(record.chunk_id)
         return record.chunk_id
 
     def _drop_anchors(self, records: Sequence[ChunkRecord]) -> None:

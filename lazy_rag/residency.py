@@ -49,7 +49,10 @@ class Residency:
     ) -> None:
         self.encodings: dict[ChunkId, Encoding] = {}
         self.jobs: deque[EncodeJob] = deque()
-        self._deleted: dict[ChunkId, None] = {}  # the latest
+        # how many deletions there were. Whoever reads the catalog notes the number first (`Chunk.as_of`), a deletion
+        # gets its own when the catalog has forgotten the chunk: so each chunk is known to be older or newer than it
+        self.deletions = 0
+        self._deleted: dict[ChunkId, int] = {}  # the latest, and their numbers
         self._cache = cache
         self._pool = cache.pool
         self.tiers = tiers
@@ -62,6 +65,8 @@ class Residency:
 
     def find(self, chunk: Chunk) -> CachedChunk | None:
         """The published KV of a chunk, or the entry it is being encoded into."""
+        if chunk.id in self._deleted and not self._is_deleted(chunk):
+            del self._deleted[chunk.id]  # it was added again, by whomever
         encoding = self.encodings.get(chunk.id)
         if encoding is None:
             return self._cache.lookup(chunk)
@@ -82,7 +87,7 @@ class Residency:
     def source(self, chunk: Chunk) -> str | None:
         """The tier to load a chunk from; None: encode it. Ask once a chunk: a slow tier is tried every so many times it
         is asked for."""
-        return None if chunk.id in self._deleted else self.tiers.source(chunk)
+        return None if self._is_deleted(chunk) else self.tiers.source(chunk)
 
     def fill(self, entry: CachedChunk, *, load: bool = False) -> str:
         """Start to load or encode a begun entry; returns from where it comes. On an error it is abandoned.
@@ -186,26 +191,32 @@ class Residency:
         return encoding.waiters
 
     def discard(self, chunk_ids: Iterable[ChunkId]) -> None:
-        """Drop chunks from memory and disk. Until `welcome`, none of them is published or written again, whatever
-        request or layout still names it. Kept live text goes too: it may have read them."""
+        """Drop chunks that the catalog has forgotten from memory and disk. None of them is published or written again,
+        whatever request or layout still names it, until one comes that has found it in the catalog since."""
         gone = list(chunk_ids)
-        if not self._deleted.keys() >= set(gone):
-            self._cache.live.forget()
+        self.deletions += 1
         for chunk_id in gone:
-            self._deleted[chunk_id] = None
-            self._cache.discard(chunk_id)
+            self._deleted.pop(chunk_id, None)
+            self._deleted[chunk_id] = self.deletions
         while len(self._deleted) > REMEMBERED:
             del self._deleted[next(iter(self._deleted))]
+        self.drop(gone)
+
+    def drop(self, chunk_ids: Iterable[ChunkId]) -> None:
+        """Drop the KV of chunks from memory and disk. Kept live text goes too: it may have read them."""
+        gone = list(chunk_ids)
+        if gone:
+            self._cache.live.forget()
+        for chunk_id in gone:
+            self._cache.discard(chunk_id)
         self.tiers.delete(gone)
 
-    def deleted(self, chunk_ids: Iterable[ChunkId]) -> bool:
-        """Whether any of them was deleted."""
-        return not self._deleted.keys().isdisjoint(chunk_ids)
+    def _is_deleted(self, chunk: Chunk) -> bool:
+        return self._deleted.get(chunk.id, 0) > chunk.as_of
 
-    def welcome(self, chunk_ids: Iterable[ChunkId]) -> None:
-        """Chunks that were added (again) may be kept."""
-        for chunk_id in chunk_ids:
-            self._deleted.pop(chunk_id, None)
+    def any_deleted(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether any of them was deleted since it was last known to be held."""
+        return any(map(self._is_deleted, chunks))
 
     def in_memory(self) -> list[Chunk]:
         """Chunks whose KV is in the pool, or in the host arena."""

@@ -712,6 +712,22 @@ def _checked_ids(ids: Any) -> list[str]:
     return listed
 
 
+def require_catalog(directory: Path) -> None:
+    """Raises StoreError when a store's catalog is missing or empty. Opening it would make a new one, and then nothing
+    else in the store would be held by any document."""
+    path = directory / CATALOG_FILE
+    try:
+        if path.stat().st_size:
+            return
+        what = "is empty"
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    raise StoreError(
+        f"{str(path)!r} {what}, and without it nothing tells which documents the store holds. Nothing was changed: "
+        "bring the file back from a copy, or add the documents again in a new folder"
+    )
+
+
 def _make_folder(directory: Path) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import os
+import logging
 import queue
 import threading
 import weakref
@@ -37,8 +37,9 @@ from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
 from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, StoreError, UnknownChunkError
 from lazy_rag.explain import explain_layout
+from lazy_rag.forks import Home
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, PromptLayout, known_repair
+from lazy_rag.layout import Chunk, PromptLayout, known_repair, require_sound
 from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import (
@@ -59,7 +60,6 @@ from lazy_rag.preparing import (
     Preparer,
     QueryOptions,
     RequestOptions,
-    known_chunk,
 )
 from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
@@ -68,6 +68,7 @@ from lazy_rag.stats import Occupancy, Stats, snapshot
 from lazy_rag.store import change_warm, read_warm
 from lazy_rag.tools import CallFilter
 
+_log = logging.getLogger(__name__)
 DEFAULT_EMBEDDER = "all-minilm-l6-v2"
 RECEIPTS = 256  # how many are kept
 
@@ -91,7 +92,8 @@ class Runtime:
         policy: "lru", "lfu", "cost" (recompute seconds × uses / bytes), or an object with the `EvictionPolicy` methods.
         namespace: salt of this runtime's chunks; a request in another namespace never sees them.
         quotas: most bytes of memory that chunks of a namespace take, by namespace.
-        ttl: seconds after which KV of a chunk that is not pinned is taken from no tier any more, but computed again.
+        ttl: seconds after which KV of a chunk that is not pinned is taken from no tier any more, but computed again;
+            KV of live text is used no longer than that after its own, or its oldest chunk's, was computed.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
         encode_tokens: most rows of one forward pass; an eighth of them when requests decode beside other work.
         page_size: token slots of a page.
@@ -137,7 +139,7 @@ class Runtime:
         progress: bool = True,
     ) -> None:
         self._closed = False
-        self._process = os.getpid()
+        self._home = Home()
         self._closing = threading.Lock()
         self._progress = bool(progress)
         live = isinstance(model, PreTrainedModel)
@@ -211,7 +213,7 @@ class Runtime:
         self.receipts: deque[Receipt] = deque(maxlen=RECEIPTS)  # of the latest requests, oldest first
         # a runtime nobody holds any more gives back thread, pages and model
         self._finalizer = weakref.finalize(
-            self, _let_go, self._engine, self._retriever, self._parts.model, self._store, os.getpid()
+            self, _let_go, self._engine, self._retriever, self._parts.model, self._store, self._home
         )
         self._finalizer.atexit = False
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -295,11 +297,7 @@ class Runtime:
         _known_encode(encode)
         listed = list(_listed(texts, "texts"))
         space = self._preparer.space(namespace)
-        known, fresh = self._preparer.remembered.add(listed, space)
-        ids = [ChunkId(i) for i in known]
-        if fresh:  # some may have been deleted before
-            new = [ChunkId(i) for i in fresh]
-            self._engine.call(lambda: self._engine.residency.welcome(new)).result()
+        ids = [ChunkId(i) for i in self._preparer.remembered.add(listed, space)]
         if encode == "now":
             self._encode([self.chunk(i, namespace=space) for i in dict.fromkeys(ids)], evict=False)
         return ids
@@ -314,11 +312,11 @@ class Runtime:
         _known_encode(encode)
         records = [record for _, chunks, _ in batch for record in chunks]
         ids = [ChunkId(record.chunk_id) for record in records]
+        as_of = self._preparer.as_of
         change = self._retriever.upsert_many(batch, namespace=namespace, progress=self._progress, vectors=vectors)
-        self._engine.call(lambda: self._engine.residency.welcome(ids)).result()
         self._forget(change.removed)
         if encode == "now":
-            self._encode([self._parts.chunker.chunk(record) for record in records], evict=False)
+            self._encode([self._parts.chunker.chunk(record, as_of) for record in records], evict=False)
         return ids
 
     def _encode(self, chunks: Sequence[Chunk], *, evict: bool, pin: bool = False, ttl: float | None = None) -> int:
@@ -464,7 +462,7 @@ class Runtime:
 
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
-        prepared = self._prepared.request(layout, (), {})
+        prepared = self._prepared.request(require_sound(layout), (), {})
         ticket = self._engine.submit(prepared.layout, replace(prepared.sampling, n=1), wants_logits=True)
         logits = streaming.run(lambda _: ticket).logits
         assert logits is not None
@@ -481,8 +479,7 @@ class Runtime:
                 for whoever runs this process, not for its users.
         """
         self._require_open()
-        if not isinstance(layout, PromptLayout):
-            raise ConfigError("explain takes a layout: rt.explain(rt.layout(question, ids))")
+        require_sound(layout)
         space = None if namespace is None else check_namespace(namespace)
         return self._engine.call(lambda: explain_layout(self._parts, layout, space)).result()
 
@@ -495,8 +492,8 @@ class Runtime:
 
     @checked_keywords()
     def pin(self, ids: Iterable[str], *, ttl: float | None = None, namespace: str | None = None) -> None:
-        """Bring chunks into memory and keep them there, for `ttl` seconds or until `unpin`. Raises CacheFullError, and
-        then pins none of them."""
+        """Bring chunks into memory and keep them there, for `ttl` seconds or until `unpin`; of several pins the longest
+        counts. Raises CacheFullError, and then pins none of them."""
         seconds = known_ttl(ttl)
         self._encode(self._chunks(ids, namespace), evict=True, pin=True, ttl=seconds)
 
@@ -519,9 +516,14 @@ class Runtime:
 
     def _warm_up(self, folder: Path) -> None:
         """Start loading the warm list; chunks deleted meanwhile are passed over, and nothing is evicted for it."""
-        records = self._retriever.records([i for ids in read_warm(folder).values() for i in ids])
+        try:
+            listed = [i for ids in read_warm(folder).values() for i in ids]
+        except StoreError as error:
+            _log.warning("nothing is loaded ahead: %s", error)
+            return
+        as_of, records = self._preparer.as_of, self._retriever.records(listed)
         if records:
-            self._engine.encode([self._parts.chunker.chunk(record) for record in records.values()], evict=False)
+            self._engine.encode([self._parts.chunker.chunk(record, as_of) for record in records.values()], evict=False)
 
     def _chunks(self, ids: Iterable[str], namespace: str | None) -> list[Chunk]:
         """Without repetitions. Raises UnknownChunkError."""
@@ -544,7 +546,8 @@ class Runtime:
     def _forget(self, chunk_ids: Sequence[str]) -> None:
         self._preparer.remembered.forget(chunk_ids)
         gone = [ChunkId(i) for i in chunk_ids]
-        self._engine.call(lambda: self._engine.residency.discard(gone)).result()
+        if gone:
+            self._engine.call(lambda: self._engine.residency.discard(gone)).result()
 
     @checked_keywords()
     def chunk(self, chunk_id: str, *, namespace: str | None = None) -> Chunk:
@@ -552,9 +555,7 @@ class Runtime:
         self._require_open()
         if not isinstance(chunk_id, str):
             raise UnknownChunkError(f"{chunk_id!r} is no chunk id")
-        return self._parts.chunker.chunk(
-            known_chunk(self._preparer.remembered, chunk_id, self._preparer.space(namespace))
-        )
+        return self._preparer.chunk(chunk_id, self._preparer.space(namespace))[0]
 
     @property
     def max_context(self) -> int:
@@ -681,7 +682,7 @@ class Runtime:
 
         Raises StoreError when the store cannot be written; everything is closed all the same.
         """
-        if os.getpid() != self._process:
+        if self._home.left:
             return  # a forked child has neither the threads nor the right to the store
         with self._closing:
             if self._closed:
@@ -748,8 +749,7 @@ class Runtime:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeClosedError("the runtime is closed")
-        if os.getpid() != self._process:
-            raise RuntimeClosedError("this process was forked from the runtime's: make a new Runtime here")
+        self._home.require()
 
 
 def _require_one_sample(prepared: Prepared) -> None:
@@ -778,9 +778,9 @@ def _document_names(chunk_ids: Sequence[str]) -> list[str]:
     return names
 
 
-def _let_go(engine: Engine, retriever: Retriever, model: LanguageModel, store: OpenStore | None, process: int) -> None:
+def _let_go(engine: Engine, retriever: Retriever, model: LanguageModel, store: OpenStore | None, home: Home) -> None:
     """End everything a runtime started, each part whatever happens to the others."""
-    if os.getpid() != process:
+    if home.left:
         return
     with ExitStack() as parts:
         if store is not None:

@@ -14,19 +14,19 @@ KV in the clear.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import SCHEMA_VERSION
 from lazy_rag.locks import moment, try_alone
 
-_log = logging.getLogger(__name__)
+WARM_FILE = "warm.json"
 TEMPORARY = ".tmp-"  # how names of files being written begin
 
 
@@ -156,20 +156,33 @@ def require_same_space(folder: Path, manifest: Manifest | None, key_space: str) 
 
 
 def read_warm(folder: Path) -> dict[str, list[str]]:
-    """The warm list: chunk ids by namespace. Empty where there is none; a broken one is told in the log."""
+    """The warm list: chunk ids by namespace. Empty where there is none. Raises StoreError for one that cannot be read:
+    the lists of every namespace are in it."""
+    path = folder / WARM_FILE
     try:
-        stored = json.loads((folder / "warm.json").read_text(encoding="utf-8"))
-        return {str(name): [str(i) for i in ids] for name, ids in stored.items()}
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        for name, ids in _mapping(stored).items():
+            if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
+                raise TypeError(f"what stands under {name!r} is no list of chunk ids")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        _log.warning("the warm list of %s cannot be read: %s", folder, error)
-        return {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise StoreError(
+            f"the warm list {str(path)!r} cannot be read: {error}. It is left as it is: mend it, or delete it and set "
+            "the warm lists again"
+        ) from error
+    return stored
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("it is no mapping of namespaces to chunk ids")
+    return value
 
 
 def change_warm(folder: Path, namespace: str, ids: Sequence[str]) -> None:
     """Set one namespace's part of the warm list; an empty one leaves. Of changes at the same time, by any process, each
-    keeps what the others wrote. Raises StoreError."""
+    keeps what the others wrote. Raises StoreError, and then nothing has changed."""
     try:
         with moment(folder / "records.lock", alone=True):
             lists = {**read_warm(folder), namespace: list(ids)}
@@ -180,6 +193,6 @@ def change_warm(folder: Path, namespace: str, ids: Sequence[str]) -> None:
 
 def write_warm(folder: Path, lists: dict[str, list[str]]) -> None:
     try:
-        write_atomically(folder / "warm.json", json.dumps(lists).encode())
+        write_atomically(folder / WARM_FILE, json.dumps(lists).encode())
     except OSError as error:
         raise StoreError(f"cannot write the warm list of {str(folder)!r}: {error}") from error

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from lazy_rag.forks import Home
 from lazy_rag.requests import Completion, Ticket
 from lazy_rag.tools import CallFilter
 
@@ -103,11 +104,13 @@ class TextIterator(Iterator[str]):
         self._shown = shown or CallFilter(None)
         self._submit = submit
         self._done = done
+        self._home = Home()
         self._pieces = _Mailbox()
         self._ticket: Ticket | None = None
         self._closed = False
 
     def __next__(self) -> str:
+        self._home.require()  # nobody would ever put anything into a child's mailbox
         if self._closed:
             raise StopIteration
         if self._ticket is None:
@@ -135,7 +138,7 @@ class TextIterator(Iterator[str]):
     def close(self) -> None:
         """Stop generating; the request's pages come back within one token."""
         self._closed = True
-        if self._ticket is not None:
+        if self._ticket is not None and not self._home.left:
             _give_up(self._ticket)
 
     def _ipython_display_(self) -> None:
@@ -165,16 +168,19 @@ class AsyncTextIterator(AsyncIterator[str]):
         self.answer: Any = None  # what `done` made of the completion, after the last piece
         self._done = done
         self._shown = shown or CallFilter(None)
+        self._home = Home()
         self._generator = self._run(submit)
 
     def __aiter__(self) -> AsyncTextIterator:
         return self
 
     async def __anext__(self) -> str:
+        self._home.require()
         return await anext(self._generator)
 
     async def aclose(self) -> None:
-        await self._generator.aclose()
+        if not self._home.left:
+            await self._generator.aclose()
 
     async def _run(self, submit: Submit) -> AsyncGenerator[str, None]:
         pieces = _AsyncMailbox()

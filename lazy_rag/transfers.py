@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lazy_rag.captures import GATE
 from lazy_rag.pool import PagePool
 
 
@@ -64,7 +65,7 @@ class Transfers:
                 self._count()
             return Mark()
         assert ready.event is not None
-        with torch.cuda.stream(self._stream):
+        with GATE.together(), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready.event)
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
@@ -80,7 +81,8 @@ class Transfers:
     def close(self) -> None:
         """Wait for what was started."""
         if self._stream is not None:
-            self._stream.synchronize()
+            with GATE.together():
+                self._stream.synchronize()
 
 
 def _runs(pages: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:

@@ -11,6 +11,7 @@ import queue
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ class CacheModel(RuleBasedStateMachine):
         self.deletions = dict.fromkeys(range(8), 0)  # the model: a chunk holds value(number, deletions)
         self.computed: set[int] = set()  # those that were, since their last deletion
         self.gone: set[int] = set()  # deleted, and not added again
+        self.as_of = dict.fromkeys(range(8), 0)  # `Residency.deletions` when a chunk was last added
         self.damaged: set[ChunkId] = set()  # records that ever were
         self.private: list[tuple[int, ...]] = []
 
@@ -107,7 +109,7 @@ class CacheModel(RuleBasedStateMachine):
 
     @rule(target=leased, number=NUMBERS)
     def want(self, number: int) -> tuple[int, CachedChunk] | None:
-        chunk = chunk_of(number)
+        chunk = replace(chunk_of(number), as_of=self.as_of[number])
         entry = self.residency.find(chunk)
         if entry is None:
             pages = self.cache.allocate(self.cache.pool.pages_for(len(chunk)), [chunk])
@@ -172,7 +174,7 @@ class CacheModel(RuleBasedStateMachine):
     def add_again(self, number: int) -> None:
         if chunk_of(number).id not in self.residency.encodings:
             self.gone.discard(number)
-            self.residency.welcome([chunk_of(number).id])
+            self.as_of[number] = self.residency.deletions
 
     @rule(number=NUMBERS, ttl=st.sampled_from([None, 50.0]))
     def pin(self, number: int, ttl: float | None) -> None:
@@ -225,6 +227,7 @@ class CacheModel(RuleBasedStateMachine):
         self.tiers.close()
         self.private.clear()
         self.build()
+        self.as_of = dict.fromkeys(range(8), 0)
         for number in self.gone:
             self.residency.discard([chunk_of(number).id])
 

@@ -100,6 +100,98 @@ def test_kv_older_than_the_ttl_is_computed_again_in_memory_and_from_disk(tmp_pat
         assert rt.check() == []
 
 
+def history(rt: Runtime, ids: list[ChunkId], turns: int = 0, **options: Any) -> int:
+    """Live tokens that an answer with the chunks finds, after so many turns."""
+    earlier = [{"role": role, "content": f"{role} says {i}"} for i in range(turns) for role in ("user", "assistant")]
+    answer = rt.generate("Q", ids, history=earlier, sampling=SHORT, **options)
+    assert rt.check() == []
+    return answer.receipt.tokens_history
+
+
+def test_live_text_is_used_no_longer_than_the_chunks_it_has_read() -> None:
+    """A chunk computed at 0, text behind it at 60: with a lifetime of 100 both end at 100."""
+    with make_runtime(ttl=100) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        ids = rt.add_chunks(TEXTS[:2])
+        rt.prefetch(ids)
+        clock.now += 60
+        assert history(rt, ids, 3) == 0
+        text = history(rt, ids, 3)
+        assert text > 0
+        clock.now += 39
+        assert history(rt, ids, 3) == text
+        clock.now += 2
+        assert used(rt, ids) == ["encoded"] * 2
+        assert history(rt, ids, 3) == 0
+        assert history(rt, ids, 3) == text
+        clock.now += 99
+        assert history(rt, ids, 3) == text
+
+
+def test_live_text_has_a_lifetime_of_its_own_and_that_of_the_text_before_it() -> None:
+    with make_runtime(ttl=100) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        assert history(rt, [], 2) == 0
+        two = history(rt, [], 2)
+        clock.now += 60
+        assert two <= history(rt, [], 4)
+        four = history(rt, [], 4)
+        assert four > two > 0
+        clock.now += 41  # the first two turns are too old, and with them what has read them
+        assert history(rt, [], 4) == 0
+        assert history(rt, [], 4) == four
+
+
+def test_a_pinned_chunk_outlives_the_text_behind_it() -> None:
+    with make_runtime(ttl=100) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        ids = rt.add_chunks(TEXTS[:1])
+        rt.pin(ids)
+        assert history(rt, ids, 2) == 0
+        assert history(rt, ids, 2) > 0
+        clock.now += 101
+        assert history(rt, ids, 2) == 0
+        assert used(rt, ids) == ["host"]
+
+
+def test_live_text_that_expires_while_it_is_read_goes_with_its_reader() -> None:
+    long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    with make_runtime(ttl=100) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        ids = rt.add_chunks(TEXTS[:1])
+        history(rt, ids, 2)
+        stream = rt.stream("Q", 1, sampling=long)
+        next(stream)
+        clock.now += 101
+        assert history(rt, ids, 2) == 0
+        assert rt._engine.call(lambda: bool(rt._engine.cache.live._unlisted)).result()
+        list(stream)
+        assert not rt._engine.call(lambda: bool(rt._engine.cache.live._unlisted)).result()
+        assert rt.check() == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "until"), [(None, 10, 1e9), (60, 10, 60), (10, 60, 60), (60, None, 1e9), (10, None, 1e9)]
+)
+def test_of_several_pins_the_longest_counts(first: float | None, second: float | None, until: float) -> None:
+    with make_runtime(ttl=5) as rt:
+        clock = rt._engine.cache.clock = Clock()
+        ids = rt.add_chunks(TEXTS[:1])
+        rt.pin(ids, ttl=first)
+        rt.pin(ids, ttl=second)
+        clock.now += until - 1
+        assert used(rt, ids) == ["host"]
+        if until < 1e9:
+            clock.now += 2
+        else:
+            rt.unpin(ids)
+        assert used(rt, ids) == ["encoded"]
+        rt.pin(ids, ttl=first)
+        rt.unpin(ids)
+        clock.now += 6
+        assert used(rt, ids) == ["encoded"]
+
+
 @pytest.mark.parametrize(("jump", "tier"), [(50, "disk"), (150, "encoded"), (-10, "encoded"), (-1e9, "encoded")])
 def test_a_record_of_unknown_age_is_not_served(tmp_path: Path, jump: float, tier: str) -> None:
     """The time of day went forward within the lifetime, beyond it, or backward."""

@@ -236,14 +236,13 @@ def test_remembered_texts_are_bounded_and_known_ones_not_tokenised_again(monkeyp
         chunker, retriever = rt._parts.chunker, rt._retriever
         remembered = Remembered(chunker, retriever, limit=3)
         texts = [f"Text number {number}." for number in range(5)]
-        ids, fresh = remembered.add(texts, "")
-        assert fresh == ids
+        ids = remembered.add(texts, "")
         assert list(remembered.records(ids)) == ids[2:]
         assert [retriever.anchors.id_of(text) for text in texts] == [None, None, *ids[2:]]
         tokenised: list[str] = []
         record = chunker.record
         monkeypatch.setattr(chunker, "record", lambda text, space: tokenised.append(text) or record(text, space))
-        assert remembered.add(texts[2:], "") == (ids[2:], [])
+        assert remembered.add(texts[2:], "") == ids[2:]
         assert tokenised == []
 
 
@@ -252,7 +251,7 @@ def test_a_chunk_added_while_its_remembered_text_is_dropped_keeps_its_anchor(mon
     with make_runtime() as rt:
         retriever = rt._retriever
         remembered = Remembered(rt._parts.chunker, retriever, limit=1)
-        (tower,), _ = remembered.add([TOWER], "")
+        (tower,) = remembered.add([TOWER], "")
         adding: list[threading.Thread] = []
         remove = retriever.anchors.remove
 
@@ -274,7 +273,7 @@ def test_a_text_remembered_again_while_it_is_dropped_keeps_its_anchor(monkeypatc
     with make_runtime() as rt:
         retriever = rt._retriever
         remembered = Remembered(rt._parts.chunker, retriever, limit=1)
-        (tower,), _ = remembered.add([TOWER], "")
+        (tower,) = remembered.add([TOWER], "")
         unheld, again = retriever.unheld, [TOWER]
 
         def slow(*arguments: Any) -> None:

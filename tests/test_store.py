@@ -379,18 +379,6 @@ def test_a_record_that_cannot_be_read_is_told_and_left(store: Path, monkeypatch:
     assert maintenance.verify(store) == []
 
 
-def test_quarantined_files_that_go_or_stay_meanwhile(store: Path) -> None:
-    """A running runtime deletes some; others cannot be deleted."""
-    aside = store / "quarantine"
-    aside.mkdir(exist_ok=True)
-    (aside / "gone").symlink_to(store / "nowhere")  # listed, and not there when looked at
-    assert maintenance.stats(store).quarantined_bytes == 0
-    assert maintenance.collect(store).quarantined == 1
-    (aside / "folder").mkdir()
-    with pytest.raises(StoreError, match="cannot delete"):
-        maintenance.collect(store)
-
-
 def test_records_of_deleted_chunks_are_collected(store: Path) -> None:
     kept = store.parent / "kept"
     shutil.copytree(store / "kv", kept)

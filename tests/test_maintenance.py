@@ -1,0 +1,362 @@
+"""Stores in which something lies that no runtime has put there: told, set aside or refused, and never a reason to lose
+what is sound."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lazy_rag import SamplingParams, maintenance
+from lazy_rag.errors import ConfigError, StoreError
+from lazy_rag.records import KVRecords
+from lazy_rag.store import change_warm, read_warm
+from tests.fixtures import make_runtime
+
+SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+TEXTS = [f"{number} brown foxes jump." for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[int, ...]]:
+    """A sound store, and an answer from it."""
+    folder = tmp_path_factory.mktemp("made")
+    with make_runtime(store=folder) as rt:
+        ids = rt.add_chunks(TEXTS)
+        rt.warm(ids[:1])
+        answer = rt.generate("Q", ids, sampling=SHORT)
+    return folder, answer.token_ids
+
+
+@pytest.fixture
+def store(made: tuple[Path, tuple[int, ...]], tmp_path: Path) -> Path:
+    return shutil.copytree(made[0], tmp_path / "store")
+
+
+def records(store: Path) -> KVRecords:
+    return KVRecords(store, "")
+
+
+def first(store: Path) -> Path:
+    return records(store).path(records(store).ids()[0])
+
+
+def folder_in_quarantine(store: Path) -> None:
+    (store / "quarantine" / "folder" / "deep").mkdir(parents=True)
+    (store / "quarantine" / "folder" / "deep" / "file").write_bytes(b"12345")
+
+
+def folder_in_place_of_a_record(store: Path) -> None:
+    path = first(store)
+    path.unlink()
+    path.mkdir()
+    (path / "file").write_bytes(b"12345")
+
+
+def record_in_a_wrong_folder(store: Path) -> None:
+    (store / "kv" / "zz").mkdir()
+    first(store).rename(store / "kv" / "zz" / first(store).name)
+
+
+def copy_of_a_record_beside_the_folders(store: Path) -> None:
+    shutil.copy(first(store), store / "kv")
+
+
+def other_files(store: Path) -> None:
+    for path in (store / "kv" / "notes.txt", first(store).parent / "notes.txt", first(store).parent / ".hidden"):
+        path.write_text("mine")
+    (first(store).parent / "folder").mkdir()
+    (first(store).parent / ".tmp-folder").mkdir()
+
+
+def links(store: Path) -> None:
+    """To nowhere, and in a circle; from a record's place and from elsewhere."""
+    (first(store).parent / ".tmp-link").symlink_to(store / "nowhere")
+    path = first(store)
+    path.unlink()
+    path.symlink_to(path)
+    (store / "quarantine").mkdir(exist_ok=True)
+    (store / "quarantine" / "link").symlink_to(store / "nowhere")
+
+
+def file_in_place_of_kv(store: Path) -> None:
+    shutil.rmtree(store / "kv")
+    (store / "kv").write_text("file")
+
+
+def file_in_place_of_a_folder(store: Path) -> None:
+    folder = first(store).parent
+    shutil.rmtree(folder)
+    folder.write_text("file")
+
+
+def pipe_in_place_of_a_record(store: Path) -> None:
+    path = first(store)
+    path.unlink()
+    os.mkfifo(path)
+
+
+ODD: list[tuple[Callable[[Path], None], int]] = [  # and how many problems verify has with it
+    (folder_in_quarantine, 0),
+    (folder_in_place_of_a_record, 1),
+    (record_in_a_wrong_folder, 1),
+    (copy_of_a_record_beside_the_folders, 1),
+    (other_files, 5),
+    (links, 2),
+    (file_in_place_of_kv, 1),
+    (file_in_place_of_a_folder, 1),
+    (pipe_in_place_of_a_record, 1),
+]
+
+
+@pytest.mark.parametrize(("spoil", "count"), ODD, ids=[spoil.__name__ for spoil, _ in ODD])
+def test_what_does_not_belong_there_is_told_set_aside_and_collected(
+    store: Path, made: tuple[Path, tuple[int, ...]], spoil: Callable[[Path], None], count: int
+) -> None:
+    spoil(store)
+    sound = records(store).ids()
+    problems = maintenance.verify(store)
+    assert len(problems) == count
+    assert maintenance.verify(store) == problems, "looking changes nothing"
+    maintenance.stats(store)
+    rt = make_runtime(store=store)
+    answer = rt.generate("Q", rt._retriever.chunk_ids(""), sampling=SHORT)
+    assert answer.token_ids == made[1], "what cannot be read is computed"
+    if spoil in (file_in_place_of_kv, file_in_place_of_a_folder):
+        with pytest.raises(StoreError, match="a file stands where a folder belongs"):
+            rt.close()
+    rt.close()
+    assert len(maintenance.verify(store, repair=True)) <= count
+    left = maintenance.verify(store)
+    assert left == ([] if spoil is not file_in_place_of_kv else problems)
+    planned = maintenance.collect(store, dry_run=True)
+    assert maintenance.collect(store) == planned
+    assert maintenance.stats(store).quarantined == 0
+    assert maintenance.collect(store) == maintenance.Collected(0, 0, 0, 0, 0)
+    assert set(sound) <= set(records(store).ids())
+
+
+def test_a_folder_in_the_quarantine_counts_with_all_that_is_in_it(store: Path) -> None:
+    folder_in_quarantine(store)
+    found = maintenance.stats(store)
+    assert (found.quarantined, found.quarantined_bytes) == (1, 5)
+    assert maintenance.collect(store) == maintenance.Collected(0, 1, 0, 0, 5)
+
+
+def test_a_link_to_another_disk_is_no_problem(store: Path, tmp_path: Path) -> None:
+    (store / "kv").rename(tmp_path / "disk")
+    (store / "kv").symlink_to(tmp_path / "disk")
+    count = len(records(store).ids())
+    assert count == 4
+    assert maintenance.verify(store) == []
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("mine")
+    (store / "quarantine").mkdir(exist_ok=True)
+    (store / "quarantine" / "link").symlink_to(outside)
+    assert maintenance.collect(store).bytes == 0
+    assert (outside / "mine").exists(), "only the link goes"
+    assert len(records(store).ids()) == count
+
+
+def test_a_file_in_place_of_the_quarantine_is_told(store: Path) -> None:
+    (store / "quarantine").write_text("file")
+    assert ["remove it" in problem for problem in maintenance.verify(store)] == [True]
+    for call in (maintenance.stats, maintenance.collect):
+        with pytest.raises(StoreError, match="remove it"):
+            call(store)
+    copy_of_a_record_beside_the_folders(store)
+    assert len(maintenance.verify(store, repair=True)) == 3  # and that it cannot be set aside
+
+
+def test_one_file_that_cannot_be_deleted_keeps_no_other(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_in_quarantine(store)
+    for name in "abc":
+        (store / "quarantine" / name).write_text("bad")
+    shutil.copytree(store / "kv", store.parent / "kv")
+    with make_runtime(store=store) as rt:
+        gone = rt._retriever.chunk_ids("")
+        rt.delete(gone)
+    shutil.copytree(store.parent / "kv", store / "kv", dirs_exist_ok=True)
+    unlink = Path.unlink
+    stuck = (store / "quarantine" / "b", records(store).path(gone[1]))  # type: ignore[arg-type]
+
+    def failing(path: Path, missing_ok: bool = False) -> None:
+        if path in stuck:
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", failing)
+        with pytest.raises(StoreError, match=r"cannot delete .*denied"):
+            maintenance.collect(store)
+    assert os.listdir(store / "quarantine") == ["b"]
+    assert [records(store).path(i).exists() for i in gone] == [False, True, False]  # type: ignore[arg-type]
+    assert maintenance.collect(store).unheld == 1
+    assert maintenance.verify(store) == []
+
+
+def test_a_folder_that_cannot_be_listed_is_told_and_left(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = len(records(store).ids())
+    folder, iterdir = first(store).parent, Path.iterdir
+
+    def failing(path: Path) -> Any:
+        if path == folder:
+            raise PermissionError(13, "Permission denied")
+        return iterdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", failing)
+        assert [str(folder) in problem for problem in maintenance.verify(store, repair=True)] == [True]
+        maintenance.collect(store)
+        assert maintenance.stats(store).records < count
+        make_runtime(store=store).close()
+    assert len(records(store).ids()) == count
+    assert maintenance.verify(store) == []
+
+
+# the catalog
+
+
+def without_catalog(store: Path) -> None:
+    (store / "catalog.sqlite").unlink()
+
+
+def empty_catalog(store: Path) -> None:
+    (store / "catalog.sqlite").write_bytes(b"")
+
+
+def broken_catalog(store: Path) -> None:
+    (store / "catalog.sqlite").write_bytes(b"no database" * 100)
+
+
+def folder_in_place_of_the_catalog(store: Path) -> None:
+    without_catalog(store)
+    (store / "catalog.sqlite").mkdir()
+
+
+@pytest.mark.parametrize("spoil", [without_catalog, empty_catalog, broken_catalog, folder_in_place_of_the_catalog])
+def test_without_a_catalog_nothing_is_deleted(store: Path, spoil: Callable[[Path], None]) -> None:
+    """Opened, a new one would be made, and every record would be held by no document."""
+    before, spare = records(store).ids(), store.parent / "spare"
+    shutil.copy(store / "catalog.sqlite", spare)
+    spoil(store)
+    for call in (maintenance.verify, maintenance.stats, maintenance.collect, lambda s: make_runtime(store=s)):
+        with pytest.raises(StoreError, match="catalog"):
+            call(store)
+    assert records(store).ids() == before
+    shutil.rmtree(store / "catalog.sqlite", ignore_errors=True)
+    shutil.copy(spare, store / "catalog.sqlite")  # as the message says
+    assert maintenance.verify(store) == []
+    with make_runtime(store=store) as rt:
+        assert rt.generate("Q", rt._retriever.chunk_ids(""), sampling=SHORT).receipt.tokens_encoded == 0
+
+
+def test_a_copy_replaces_a_store_without_a_catalog(store: Path) -> None:
+    without_catalog(store)
+    with make_runtime() as rt:
+        rt.prefetch(rt.add_chunks(TEXTS[:1]))
+        rt.save(store)
+    assert maintenance.verify(store) == []
+    assert maintenance.stats(store).records == 2
+
+
+# the warm list
+
+
+NO_WARM_LISTS = (
+    b"[1",
+    b"[]",
+    b"3",
+    b"null",
+    b'"x"',
+    b'{"": "abc"}',
+    b'{"": [1, null]}',
+    b'{"": {"a": 1}}',
+    b"\xff",
+    b"",
+)
+
+
+@pytest.mark.parametrize("text", [*NO_WARM_LISTS, b"[" * 100_000])
+def test_what_is_no_warm_list_is_not_written_over(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "warm.json").write_bytes(text)
+    for work in (read_warm, lambda folder: change_warm(folder, "", [])):
+        with pytest.raises(StoreError, match=r"warm list .*delete it"):
+            work(tmp_path)
+    assert (tmp_path / "warm.json").read_bytes() == text
+
+
+def test_a_warm_list_that_cannot_be_read_is_left_and_told(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = b'{"": "abc"}'
+    (store / "warm.json").write_bytes(text)
+    assert len(maintenance.verify(store)) == 1
+    with make_runtime(store=store) as rt:
+        ids = rt._retriever.chunk_ids("")
+        assert "warm list" in caplog.text
+        for namespace in (None, "other"):
+            with pytest.raises(StoreError, match="warm list"):
+                rt.warm([] if namespace else ids, namespace=namespace)
+    assert (store / "warm.json").read_bytes() == text
+    (store / "warm.json").unlink()  # as the message says
+    with make_runtime(store=store) as rt:
+        assert rt.warm(ids[:1]) == 1
+
+
+def test_the_warm_list_of_one_namespace_survives_what_another_one_does(store: Path) -> None:
+    """An unreadable moment must not cost the lists of all."""
+    before = json.loads((store / "warm.json").read_text())
+    with make_runtime(store=store) as rt:
+        (store / "warm.json").rename(store / "aside")
+        (store / "warm.json").mkdir()
+        with pytest.raises(StoreError, match="warm list"):
+            rt.warm(rt.add_chunks(["x"], namespace="other"), namespace="other")
+        (store / "warm.json").rmdir()
+        (store / "aside").rename(store / "warm.json")
+        other = rt.add_chunks(["x"], namespace="other")
+        rt.warm(other, namespace="other")
+    assert json.loads((store / "warm.json").read_text()) == {**before, "other": other}
+
+
+def test_a_warm_list_may_name_what_is_not_there(store: Path) -> None:
+    (store / "warm.json").write_text(json.dumps({"": ["0" * 40, "\ud800", "x\0y", ""], "nobody": ["1"]}))
+    with make_runtime(store=store) as rt:
+        ids = rt._retriever.chunk_ids("")
+        rt.warm(ids)
+        rt.delete(ids)
+    assert maintenance.verify(store) == []
+    with make_runtime(store=store) as rt:
+        assert rt.check() == []
+
+
+# arguments
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"bytes", "", "a\0b", ["list"], "no/such/place"])
+def test_folders_that_are_none(folder: Any) -> None:
+    for call in (maintenance.verify, maintenance.stats, maintenance.collect):
+        with pytest.raises(StoreError, match=r"no store in|no path"):
+            call(folder)
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (maintenance.verify, {"repair": "no"}),
+        (maintenance.verify, {"repair": 1}),
+        (maintenance.verify, {"fix": True}),
+        (maintenance.stats, {"deep": True}),
+        (maintenance.collect, {"dry_run": None}),
+        *((maintenance.collect, {"max_bytes": size}) for size in (-1, True, 1.5, "1", float("nan"))),
+    ],
+)
+def test_arguments_of_a_wrong_kind_change_nothing(store: Path, call: Any, options: dict[str, Any]) -> None:
+    before = records(store).sizes()
+    with pytest.raises(ConfigError):
+        call(store, **options)
+    assert records(store).sizes() == before
