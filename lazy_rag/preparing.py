@@ -168,15 +168,18 @@ class Preparer:
             contents.append([*self._placed(chunk_ids, space, sources), *parts] if number == last else parts)
         sampling = self._sampling(options)
         if tools is not None:
-            tools = self._parts.conversations.with_format(tools)
+            schema = sampling.json_schema
+            tools = replace(
+                self._parts.conversations.with_format(tools), answer=None if schema is None else str(schema)
+            )
             grammar = tools.grammar()
             if grammar is not None:
-                if sampling.constrained:
+                if sampling.regex is not None or sampling.grammar is not None:
                     raise ConfigError(
-                        "tools set the form of the answer: leave json_schema, regex and grammar out, or pass "
-                        'tool_choice="none"'
+                        "tools set the form of the answer: leave regex and grammar out, give a json_schema for answers "
+                        'that are no calls, or pass tool_choice="none"'
                     )
-                options = {**options, "sampling": replace(sampling, grammar=grammar)}
+                options = {**options, "sampling": replace(sampling, grammar=grammar, json_schema=None)}
         layout = self._parts.conversations.layout(turns, contents, tools=tools, max_tokens=sampling.max_tokens)
         layout = replace(layout, namespace=space)
         repair = options.get("repair")
