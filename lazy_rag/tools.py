@@ -210,10 +210,10 @@ def _tool(tool: Any) -> dict[str, Any]:
     if not _NAME.fullmatch(function["name"]):
         raise ConfigError(f"{function['name']!r} is no tool name: letters, digits, _ . and - only")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping):
-        raise ConfigError(f"the parameters of tool {function['name']!r} must be a JSON schema")
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise ConfigError(f"the parameters of tool {function['name']!r} must be a JSON schema of an object")
     described = {"name": function["name"], "description": str(function.get("description") or "")}
-    return {"type": "function", "function": {**described, "parameters": dict(parameters)}}
+    return {"type": "function", "function": {**described, "parameters": {**parameters, "type": "object"}}}
 
 
 def _literal(text: str) -> str:
