@@ -18,6 +18,7 @@ from lazy_rag.building import Parts
 from lazy_rag.catalog import check_namespace
 from lazy_rag.conversation import Part, split_at_anchors
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
+from lazy_rag.grammar import Compiled
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
 from lazy_rag.prompt import Message
@@ -84,6 +85,7 @@ class Prepared:
     deadline: float | None = None
     searched_by: str = ""
     tools: ToolUse | None = None
+    grammar: Compiled | None = None  # held, so that the engine finds it compiled
 
 
 def known_chunk(known: Remembered, chunk_id: str, namespace: str) -> ChunkRecord:
@@ -248,10 +250,10 @@ class Preparer:
             )
         sampling = self._sampling(options)
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        self._parts.grammars.require(sampling)
+        grammar = self._parts.grammars.require(sampling)
         # dropped pieces are the last ones, so what is left of the sources are the first
         kept = sources[: len(sources) - len(layout.dropped)]
-        return Prepared(layout, sampling, tuple(kept), 0.0, *_urgency(options))
+        return Prepared(layout, sampling, tuple(kept), 0.0, *_urgency(options), grammar=grammar)
 
     def _sampling(self, options: RequestOptions) -> SamplingParams:
         sampling = options.get("sampling")
