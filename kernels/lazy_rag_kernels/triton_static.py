@@ -125,7 +125,8 @@ class StaticTables:
         sizes["deltas"] = (np.int32, (capacity.segments,))
         for s in self._shapes:
             sizes["programs", s] = (np.int32, (parts[s], PROGRAM_FIELDS))
-            sizes["work", s] = (np.int32, (1 + parts[s] + capacity.segments, WORK_FIELDS))
+            # the first is nobody's; a tile's live keys are two pieces, and there are no more tiles than parts
+            sizes["work", s] = (np.int32, (1 + 2 * parts[s] + capacity.segments, WORK_FIELDS))
             sizes["rows", s] = (np.int32, (rows, ROW_FIELDS))
         sizes["pages"] = (np.int32, (capacity.pages,))  # last: only the used part is copied
         begins, total = {}, 0
