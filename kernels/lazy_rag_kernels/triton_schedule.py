@@ -27,6 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lazy_rag_kernels import gluon_attention
 from lazy_rag_kernels.plan import AttentionPlan
 from lazy_rag_kernels.tuned import tuning
 
@@ -87,6 +88,7 @@ class DeviceLimits(NamedTuple):
     shared_memory: int  # bytes one program may use
     overlaps: bool = False  # a kernel can start while the one before it still runs (programmatic dependent launch)
     name: str = ""  # of the device, for its tuned blocks
+    specialized: bool = False  # runs the warp-specialised kernel
 
 
 class TileShape(NamedTuple):
@@ -100,6 +102,12 @@ class TileShape(NamedTuple):
     block_masked: int  # keys of a block where some are hidden, divides block_n
     programs: int  # that run at once on a multiprocessor
     reload_q: bool  # turned rows go through memory, so that wgmma takes them from shared memory
+    specialized: bool = False  # of the shape that the warp-specialised kernel takes
+
+    @property
+    def part_unit(self) -> int:
+        """Keys of which the parts of a segment are multiples: whole blocks of whichever kernel runs a layer."""
+        return max(self.block_n, gluon_attention.BLOCK_N) if self.specialized else self.block_n
 
 
 class Span(NamedTuple):
@@ -185,7 +193,13 @@ def device_limits(device: torch.device) -> DeviceLimits:
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
     overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
     name = torch.cuda.get_device_name(device)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], overlaps, name)
+    return DeviceLimits(
+        multiprocessors=properties["multiprocessor_count"],
+        shared_memory=properties["max_shared_mem"],
+        overlaps=overlaps,
+        name=name,
+        specialized=gluon_attention.available(device),
+    )
 
 
 def next_power_of_two(n: int) -> int:
@@ -229,6 +243,11 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_
         block_masked=min(64, block_n),
         programs=max(1, min(limits.shared_memory // used, WARPS_PER_MULTIPROCESSOR // num_warps)),
         reload_q=limits.overlaps and narrow and block_m >= 64,
+        specialized=limits.specialized
+        and shape.itemsize == 2
+        and block_m == gluon_attention.BLOCK_M
+        and shape.k_dim == shape.v_dim
+        and shape.k_dim in gluon_attention.STAGES,
     )
 
 
@@ -265,7 +284,7 @@ def slab_tables(
     row_tiles = list(_row_tiles(plan, tile))
     part_blocks = _part_blocks(row_tiles, tile, kv_heads, limits, most_waves)
     groups = _slab_groups(row_tiles, part_blocks, max_places)
-    return [_tables(plan, group, part_blocks, tile.block_n) for group in groups]
+    return [_tables(plan, group, part_blocks, tile.part_unit) for group in groups]
 
 
 def _row_tiles(plan: StepRows, tile: TileShape) -> Iterator[RowTile]:
@@ -273,8 +292,8 @@ def _row_tiles(plan: StepRows, tile: TileShape) -> Iterator[RowTile]:
         stop = plan.row_indptr[r + 1]
         for start in range(plan.row_indptr[r], stop, tile.rows):
             end = min(start + tile.rows, stop)
-            spans = tuple(span for span in _spans(plan, r, start, end, tile.block_n) if span.start < span.end)
-            yield RowTile(start, end, spans, sum(_parts(s.end - s.start, tile.block_n) for s in spans))
+            spans = tuple(span for span in _spans(plan, r, start, end, tile.part_unit) if span.start < span.end)
+            yield RowTile(start, end, spans, sum(_parts(s.end - s.start, tile.part_unit) for s in spans))
 
 
 def _spans(plan: StepRows, sequence: int, start: int, end: int, unit: int) -> Iterator[Span]:
@@ -295,7 +314,7 @@ def _part_blocks(
 ) -> int:
     """Key blocks per program: those with which the device is done soonest, all programs taking equally long."""
     counts = Counter(rows.blocks for rows in row_tiles)
-    least = _parts(MIN_PART_TOKENS, tile.block_n)
+    least = _parts(MIN_PART_TOKENS, tile.part_unit)
     most = max(least, *counts) if counts else least
     best, best_time = most, None
     for wave in range(1, most_waves + 1):

@@ -151,9 +151,10 @@ def test_log_sum_exp_is_made_only_when_asked_for() -> None:
     assert run(case, return_lse=False)[1] is None
 
 
-def test_every_visible_key_is_in_exactly_one_work_item() -> None:
+@pytest.mark.parametrize("specialized", [False, True])
+def test_every_visible_key_is_in_exactly_one_work_item(specialized: bool) -> None:
     """The schedule tiles rows, segments and workspace places without gap or overlap, and says what may be hidden."""
-    shape, limits = HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10)
+    shape, limits = HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10, specialized=specialized)
     for seed in range(8):
         case = build(random_spec(seed, most_live=300), Heads(), seed=seed)
         plan = case.plan
@@ -173,7 +174,7 @@ def test_every_visible_key_is_in_exactly_one_work_item() -> None:
                     assert tile == [(row, row - row_start) for row in range(row_start, row_end)]
                     assert rest[0] == place
                     assert (page_begin, delta) == (plan.page_indptr[segment], plan.seg_delta[segment])
-                    assert key_start % schedule.tile.block_n == 0
+                    assert key_start % schedule.tile.part_unit == 0
                     assert key_start < key_end
                     for t in range(row_start, row_end):
                         seen.setdefault((t, segment), []).extend(range(key_start, key_end))
