@@ -10,7 +10,8 @@ A plan describes R sequences, each a set of query rows and the segments they may
 Every key has one stored position (`PagePool.positions`, int32 [N, P]) and acts at `stored + seg_delta[s]`. One rule
 decides visibility, for cached segments and live tokens alike: row at position p sees a key of its own sequence iff
 `stored + delta <= p`, and, in a layer with a sliding window, `p - (stored + delta) < window`. The live tokens of a
-sequence are its last segment, with delta 0; their pages already hold this step's rows, since K and V are written first.
+sequence are its last segment, with delta 0, in the order of their positions; the last of them are this step's rows, in
+the same order, whose K and V are already in the pages, since they are written first.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lazy_rag_kernels import gluon_attention
 from lazy_rag_kernels.ops import KernelError
 from lazy_rag_kernels.plan import AttentionPlan, LayerPages, Rotation, SegmentAngles
 from lazy_rag_kernels.triton_kernels import merge_kernel, partial_kernel, write_kernel
@@ -149,6 +150,13 @@ def _launch_partial(
 ) -> None:
     _, kv_heads, block_m, v_dim = part_out.shape
     if len(slab.programs) == 0:
+        return
+    fields = PROGRAM_FIELDS, WORK_FIELDS
+    if (
+        schedule.tile.specialized
+        and gluon_attention.takes(pages, layer["window"])
+        and gluon_attention.launch_partial(q, pages, state, slab, part_out, part_lse, layer, fields)
+    ):
         return
     partial_kernel[(kv_heads, len(slab.programs))](
         q=q,

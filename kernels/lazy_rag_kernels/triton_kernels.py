@@ -14,9 +14,8 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # positions looked at in one go when a work item searches for its visible keys
 SCAN: tl.constexpr = tl.constexpr(512)
-# `hidden` of a work item: every row sees all its keys (0), some key is hidden from some row, or many may be
+# `hidden` of a work item: every row sees all its keys (0), or some key is hidden from some row
 SOME_HIDDEN: tl.constexpr = tl.constexpr(1)
-SEARCH: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -259,8 +258,7 @@ def partial_kernel(
         if hidden == SOME_HIDDEN:
             whole_end = key_start
         if window is not None:
-            hidden = SEARCH
-        if hidden == SEARCH:
+            # most keys of a long segment may be hidden: look for the range that is not
             # [M]
             b_pos = tl.load(positions + o_row, mask=m_row, other=0).to(tl.int32)
             pos_last = tl.max(tl.where(m_row, b_pos, -(2**31)), axis=0)
@@ -272,16 +270,12 @@ def partial_kernel(
                 # [SCAN]
                 b_page = tl.load(p_pages + o_n // P, mask=m_n, other=0)
                 b_key_pos = tl.load(stored_positions + b_page.to(tl.int64) * P + o_n % P, mask=m_n, other=0) + delta
-                whole_end = tl.minimum(whole_end, tl.min(tl.where(b_key_pos > pos_first, o_n, key_end), axis=0))
-                m_n = m_n & (b_key_pos <= pos_last)
-                if window is not None:
-                    m_n = m_n & (pos_first - b_key_pos < window)
+                m_n = m_n & (b_key_pos <= pos_last) & (pos_first - b_key_pos < window)
                 seen_first = tl.minimum(seen_first, tl.min(tl.where(m_n, o_n, key_end), axis=0))
                 seen_end = tl.maximum(seen_end, tl.max(tl.where(m_n, o_n + 1, key_start), axis=0))
             key_start += (seen_first - key_start) // BLOCK_N * BLOCK_N
             key_end = seen_end
-            if window is not None:
-                whole_end = key_start
+            whole_end = key_start
         whole_end = key_start + (whole_end - key_start) // BLOCK_N * BLOCK_N
 
         for MASKED in tl.static_range(2):

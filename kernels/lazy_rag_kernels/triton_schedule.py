@@ -1,11 +1,12 @@
 """Work of one step for the Triton kernels, laid out on the host from the plan's tuples alone.
 
-A row tile is a few consecutive rows of one sequence. Its keys are the segments it sees, one after the other, counted in
-key blocks. They are cut into equal parts, one per program of the partial kernel, so that all programs of all tiles fill
-the device once. A part is a run of work items: each is a piece of one segment, for which a program turns its queries
-once and then runs a flat loop over keys; it keeps its softmax state from one to the next. The result of a part goes to
-one place of a workspace; the places of a tile are consecutive, and a second kernel merges them. A slab is a group of
-row tiles whose results fit the workspace at once.
+A row tile is a few consecutive rows of one sequence. Its keys are those of the segments that some row sees, one segment
+after the other, counted in key blocks; the last rows of a sequence's live keys are the step's own, so the host knows
+how many of them a row sees. They are cut into equal parts, one per program of the partial kernel, so that all programs
+of all tiles fill the device once. A part is a run of work items: each is a piece of one segment, for which a program
+turns its queries once and then runs a flat loop over keys; it keeps its softmax state from one to the next. The result
+of a part goes to one place of a workspace; the places of a tile are consecutive, and a second kernel merges them. A
+slab is a group of row tiles whose results fit the workspace at once.
 
     programs of a slab       segment by segment, so that tiles which read the same keys run side by side
     work items of program i  work_begin[i] : work_end[i]                   in the slab's work table
@@ -26,6 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lazy_rag_kernels import gluon_attention
 from lazy_rag_kernels.plan import AttentionPlan
 from lazy_rag_kernels.tuned import tuning
 
@@ -48,8 +50,8 @@ SCRATCH_BYTES = 1024
 WORKSPACE_BYTES = 256 << 20
 # of a grid's second axis
 MOST_PROGRAMS = 65535
-# what a work item's rows see of its keys; a layer with a sliding window searches in every item
-ALL_SEEN, SOME_HIDDEN, SEARCH = 0, 1, 2
+# what a work item's rows see of its keys; in a layer with a sliding window either may be hidden
+ALL_SEEN, SOME_HIDDEN = 0, 1
 # records are padded to 16 bytes: the views of all slabs are then equally aligned, and Triton compiles one variant
 PROGRAM_FIELDS = 4
 WORK_FIELDS = 12
@@ -88,6 +90,7 @@ class DeviceLimits(NamedTuple):
     shared_memory: int  # bytes one program may use
     overlaps: bool = False  # a kernel can start while the one before it still runs (programmatic dependent launch)
     name: str = ""  # of the device, for its tuned blocks
+    specialized: bool = False  # runs the warp-specialised kernel
 
 
 class TileShape(NamedTuple):
@@ -101,15 +104,28 @@ class TileShape(NamedTuple):
     block_masked: int  # keys of a block where some are hidden, divides block_n
     programs: int  # that run at once on a multiprocessor
     reload_q: bool  # turned rows go through memory, so that wgmma takes them from shared memory
+    specialized: bool = False  # of the shape that the warp-specialised kernel takes
+
+    @property
+    def part_unit(self) -> int:
+        """Keys of which the parts of a segment are multiples: whole blocks of whichever kernel runs a layer."""
+        return max(self.block_n, gluon_attention.BLOCK_N) if self.specialized else self.block_n
+
+
+class Span(NamedTuple):
+    """Keys of a segment that some row of a tile may see."""
+
+    segment: int
+    start: int
+    end: int
+    hidden: int
 
 
 class RowTile(NamedTuple):
     start: int  # rows start : end of the step
     end: int
-    segments: tuple[int, ...]  # those with keys that some row of the tile may see
+    spans: tuple[Span, ...]
     blocks: int  # key blocks of these
-    live: int  # the sequence's last segment: the only one of which the rows may see a part
-    last: bool  # ends with the sequence's last row
 
 
 class WorkItem(NamedTuple):
@@ -120,7 +136,7 @@ class WorkItem(NamedTuple):
     key_start: int
     key_end: int
     delta: int
-    hidden: int  # ALL_SEEN: every row sees every key; SOME_HIDDEN: not so; SEARCH: look for the visible range first
+    hidden: int  # ALL_SEEN: every row sees every key; SOME_HIDDEN: not so
     row_start: int
     row_end: int
     place: int
@@ -179,7 +195,13 @@ def device_limits(device: torch.device) -> DeviceLimits:
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
     overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
     name = torch.cuda.get_device_name(device)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"], overlaps, name)
+    return DeviceLimits(
+        multiprocessors=properties["multiprocessor_count"],
+        shared_memory=properties["max_shared_mem"],
+        overlaps=overlaps,
+        name=name,
+        specialized=gluon_attention.available(device),
+    )
 
 
 def next_power_of_two(n: int) -> int:
@@ -223,6 +245,11 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_
         block_masked=min(64, block_n),
         programs=max(1, min(limits.shared_memory // used, WARPS_PER_MULTIPROCESSOR // num_warps)),
         reload_q=limits.overlaps and narrow and block_m >= 64,
+        specialized=limits.specialized
+        and shape.itemsize == 2
+        and block_m == gluon_attention.BLOCK_M
+        and shape.k_dim == shape.v_dim
+        and shape.k_dim in gluon_attention.STAGES,
     )
 
 
@@ -260,18 +287,29 @@ def slab_tables(
     row_tiles = list(_row_tiles(plan, tile))
     part_blocks = _part_blocks(row_tiles, tile, kv_heads, limits, most_waves)
     groups = _slab_groups(row_tiles, part_blocks, max_places)
-    return [_tables(plan, group, part_blocks, tile.block_n) for group in groups]
+    return [_tables(plan, group, part_blocks, tile.part_unit) for group in groups]
 
 
 def _row_tiles(plan: StepRows, tile: TileShape) -> Iterator[RowTile]:
     for r in range(len(plan.row_indptr) - 1):
-        segments = [s for s in range(plan.seg_indptr[r], plan.seg_indptr[r + 1]) if plan.seg_length[s] > 0]
         stop = plan.row_indptr[r + 1]
         for start in range(plan.row_indptr[r], stop, tile.rows):
             end = min(start + tile.rows, stop)
-            seen = tuple(s for s in segments if plan.seg_first_row[s] < end)
-            blocks = sum(_parts(plan.seg_length[s], tile.block_n) for s in seen)
-            yield RowTile(start, end, seen, blocks, live=plan.seg_indptr[r + 1] - 1, last=end == stop)
+            spans = tuple(span for span in _spans(plan, r, start, end, tile.part_unit) if span.start < span.end)
+            yield RowTile(start, end, spans, sum(_parts(s.end - s.start, tile.part_unit) for s in spans))
+
+
+def _spans(plan: StepRows, sequence: int, start: int, end: int, unit: int) -> Iterator[Span]:
+    live = plan.seg_indptr[sequence + 1] - 1
+    for s in range(plan.seg_indptr[sequence], live):
+        if plan.seg_first_row[s] < end:
+            hidden = ALL_SEEN if plan.seg_first_row[s] <= start else SOME_HIDDEN
+            yield Span(s, 0, plan.seg_length[s], hidden)
+    # the live keys: a row sees them up to its own, and the step's rows are the last ones
+    length, stop = plan.seg_length[live], plan.row_indptr[sequence + 1]
+    whole = max(0, length - (stop - start) + 1) // unit * unit
+    yield Span(live, 0, whole, ALL_SEEN)
+    yield Span(live, whole, length - (stop - end), SOME_HIDDEN)
 
 
 def _part_blocks(
@@ -279,7 +317,7 @@ def _part_blocks(
 ) -> int:
     """Key blocks per program: those with which the device is done soonest, all programs taking equally long."""
     counts = Counter(rows.blocks for rows in row_tiles)
-    least = _parts(MIN_PART_TOKENS, tile.block_n)
+    least = _parts(MIN_PART_TOKENS, tile.part_unit)
     most = max(least, *counts) if counts else least
     best, best_time = most, None
     for wave in range(1, most_waves + 1):
@@ -324,12 +362,6 @@ def _slab_groups(row_tiles: list[RowTile], part_blocks: int, max_places: int) ->
         yield group
 
 
-def _hidden(plan: StepRows, tile: RowTile, segment: int) -> int:
-    if segment == tile.live:
-        return SOME_HIDDEN if tile.last else SEARCH
-    return ALL_SEEN if plan.seg_first_row[segment] <= tile.start else SOME_HIDDEN
-
-
 def _tables(plan: StepRows, group: list[RowTile], part_blocks: int, block_n: int) -> Tables:
     begins: list[int] = []  # of the work of each program; it ends where the next one's begins
     work: list[WorkItem] = []
@@ -339,14 +371,13 @@ def _tables(plan: StepRows, group: list[RowTile], part_blocks: int, block_n: int
         # equal parts: a short last one would leave its multiprocessor idle
         part = _parts(tile.blocks, max(1, _parts(tile.blocks, part_blocks)))
         room = 0
-        for s in tile.segments:
-            start, length, hidden = 0, plan.seg_length[s], _hidden(plan, tile, s)
+        for s, start, stop, hidden in tile.spans:
             page_begin, delta = plan.page_indptr[s], plan.seg_delta[s]
-            while start < length:
+            while start < stop:
                 if room == 0:
                     begins.append(len(work))
                     room = part
-                end = min(start + room * block_n, length)
+                end = min(start + room * block_n, stop)
                 place = len(begins) - 1
                 work.append(WorkItem(s, page_begin, start, end, delta, hidden, tile.start, tile.end, place))
                 room -= _parts(end - start, block_n)

@@ -125,7 +125,8 @@ class StaticTables:
         sizes["deltas"] = (np.int32, (capacity.segments,))
         for s in self._shapes:
             sizes["programs", s] = (np.int32, (parts[s], PROGRAM_FIELDS))
-            sizes["work", s] = (np.int32, (parts[s] + capacity.segments, WORK_FIELDS))
+            # the first is nobody's; a tile's live keys are two pieces, and there are no more tiles than parts
+            sizes["work", s] = (np.int32, (1 + 2 * parts[s] + capacity.segments, WORK_FIELDS))
             sizes["rows", s] = (np.int32, (rows, ROW_FIELDS))
         sizes["pages"] = (np.int32, (capacity.pages,))  # last: only the used part is copied
         begins, total = {}, 0
@@ -172,7 +173,7 @@ class StaticTables:
             slabs = slab_tables(
                 step, tile, s.kv_heads, self._limits, max_places=self._parts(s, tile, bucket), most_waves=chosen.waves
             )
-            if len(slabs) != 1 or len(slabs[0].work) > len(self._device_views["work", s]):
+            if len(slabs) != 1 or len(slabs[0].work) >= len(self._device_views["work", s]):
                 return False
             tables[s] = slabs[0]
         turn, self._turn = self._turn, 1 - self._turn
@@ -193,9 +194,11 @@ class StaticTables:
         for s, table in tables.items():
             programs, work, rows = host["programs", s], host["work", s], host["rows", s]
             used = len(table.programs)
+            # record 0 is nobody's work: programs without work read from it that they have no rows
             programs[:used] = table.programs
-            programs[used:] = 0  # no work
-            work[: len(table.work)] = table.work
+            programs[:used, :2] += 1
+            programs[used:] = 0
+            work[1 : 1 + len(table.work)] = table.work
             rows[:count] = table.rows
             rows[count : bucket.rows] = 0
             rows[count : bucket.rows, 0] = np.arange(count, bucket.rows)

@@ -16,16 +16,20 @@ from lazy_rag_kernels import Rotation, prepare, segment_attention, triton_kernel
 from tests.kernels.oracle import check
 from tests.kernels.plans import Case, Heads, Piece, SequenceSpec, StepSpec, build
 
-TREE = ast.parse(Path(triton_kernels.__file__).read_text())
+FILES = [Path(triton_kernels.__file__), Path(triton_kernels.__file__).with_name("gluon_kernels.py")]
 KERNELS = {
-    node.name: node
-    for node in ast.walk(TREE)
-    if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "triton.jit" for d in node.decorator_list)
+    f"{file.stem}.{node.name}": node
+    for file in FILES
+    for node in ast.walk(ast.parse(file.read_text()))
+    if isinstance(node, ast.FunctionDef)
+    and any(ast.unparse(d) in ("triton.jit", "gluon.jit") for d in node.decorator_list)
 }
+WIDENED = (".to(tl.int64)", ".to(gl.int64)")
 
 
 def test_there_are_kernels() -> None:
-    assert {"partial_kernel", "merge_kernel"} <= KERNELS.keys()
+    names = {"triton_kernels.partial_kernel", "triton_kernels.merge_kernel"}
+    assert names | {"gluon_kernels.specialized_partial_kernel"} <= KERNELS.keys()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -41,13 +45,13 @@ def test_strides_are_multiplied_in_int64(kernel: str) -> None:
     """The other factor of a stride is a page id (an int64 tensor) or was cast to int64."""
     wide = {"b_page"}
     for node in ast.walk(KERNELS[kernel]):
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(".to(tl.int64)"):
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(WIDENED):
             wide |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     for node in ast.walk(KERNELS[kernel]):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             factors = [ast.unparse(node.left), ast.unparse(node.right)]
             if any("_stride_" in factor for factor in factors):
-                assert any(f in wide or f.endswith(".to(tl.int64)") for f in factors), ast.unparse(node)
+                assert any(f in wide or f.endswith(WIDENED) for f in factors), ast.unparse(node)
 
 
 def spread_out(case: Case, page_elements: int) -> Case:

@@ -151,13 +151,15 @@ def test_log_sum_exp_is_made_only_when_asked_for() -> None:
     assert run(case, return_lse=False)[1] is None
 
 
-def test_every_visible_key_is_in_exactly_one_work_item() -> None:
-    """The schedule tiles rows, segments and workspace places without gap or overlap."""
-    shape, limits = HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10)
+@pytest.mark.parametrize("specialized", [False, True])
+def test_every_visible_key_is_in_exactly_one_work_item(specialized: bool) -> None:
+    """The schedule tiles rows, segments and workspace places without gap or overlap, and says what may be hidden."""
+    shape, limits = HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10, specialized=specialized)
     for seed in range(8):
-        plan = build(random_spec(seed, most_live=90), Heads(), seed=seed).plan
+        case = build(random_spec(seed, most_live=300), Heads(), seed=seed)
+        plan = case.plan
         schedule = make_schedule(plan, shape, limits)
-        seen = {(t, s): 0 for t in range(plan.num_rows) for s in range(len(plan.seg_length))}
+        seen: dict[tuple[int, int], list[int]] = {}
         for slab in schedule.slabs:
             work = slab.work.tolist()
             rows = slab.rows.tolist()
@@ -166,18 +168,41 @@ def test_every_visible_key_is_in_exactly_one_work_item() -> None:
             for begin, end, *_ in programs:
                 place = work[begin][8]
                 tile = [(row, within) for row, within, first, end in rows if first <= place < end]
-                for segment, page_begin, key_start, key_end, delta, _, row_start, row_end, *rest in work[begin:end]:
+                for segment, page_begin, key_start, key_end, delta, hidden, row_start, row_end, *rest in work[
+                    begin:end
+                ]:
                     assert tile == [(row, row - row_start) for row in range(row_start, row_end)]
                     assert rest[0] == place
                     assert (page_begin, delta) == (plan.page_indptr[segment], plan.seg_delta[segment])
-                    assert key_start % schedule.tile.block_n == 0
+                    assert key_start % schedule.tile.part_unit == 0
+                    assert key_start < key_end
                     for t in range(row_start, row_end):
-                        seen[t, segment] += key_end - key_start
+                        seen.setdefault((t, segment), []).extend(range(key_start, key_end))
+                        if hidden == triton_schedule.ALL_SEEN:
+                            assert set(range(key_start, key_end)) <= set(visible_keys(case, t, segment))
         for r in range(plan.num_sequences):
             for t in range(plan.row_indptr[r], plan.row_indptr[r + 1]):
                 for s in range(plan.seg_indptr[r], plan.seg_indptr[r + 1]):
-                    if plan.seg_first_row[s] <= t:
-                        assert seen[t, s] == plan.seg_length[s]
+                    keys = seen.get((t, s), [])
+                    assert len(keys) == len(set(keys))
+                    assert set(keys) >= set(visible_keys(case, t, s))
+
+
+def visible_keys(case: Case, row: int, segment: int) -> list[int]:
+    """By the rule of `lazy_rag_kernels.plan`, from the positions."""
+    plan = case.plan
+    pages = plan.pages[plan.page_indptr[segment] : plan.page_indptr[segment + 1]]
+    stored = case.stored_positions[pages].flatten()[: plan.seg_length[segment]] + plan.seg_delta[segment]
+    return torch.nonzero(stored <= plan.positions[row]).flatten().tolist()
+
+
+def test_live_keys_no_row_of_a_tile_sees_are_nobodys_work() -> None:
+    """A causal triangle costs about half of the square."""
+    plan = build(StepSpec([1], [0], [SequenceSpec([], list(range(2048)), 2048)], 16), Heads(1, 1, 2, 2, None)).plan
+    schedule = make_schedule(plan, HeadShape(4, 8, 128, 128, 2), DeviceLimits(132, 227 << 10))
+    keys = sum(item[3] - item[2] for slab in schedule.slabs for item in slab.work.tolist())
+    tiles = 2048 // schedule.tile.rows
+    assert keys == schedule.tile.rows * tiles * (tiles + 1) // 2
 
 
 def test_one_long_request_fills_the_device() -> None:
