@@ -299,11 +299,14 @@ def report(shape: Shape, bytes_per_second: float, flops: float) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[16], help="token slots per page (default 16)")
+    parser.add_argument("--only", default="", help="only the cases whose name holds this text")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     shapes = tuple(
-        replaced for size in arguments.page_sizes for replaced in (s._replace(page_size=size) for s in SHAPES)
+        replaced
+        for size in arguments.page_sizes
+        for replaced in (s._replace(page_size=size) for s in SHAPES if arguments.only in s.name)
     )
     where = {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__, "cuda": torch.version.cuda}
     print(", ".join(f"{key} {value}" for key, value in {**machine(), **where}.items()))

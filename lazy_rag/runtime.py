@@ -95,7 +95,7 @@ class Runtime:
         ttl: seconds after which KV of a chunk that is not pinned is taken from no tier any more, but computed again;
             KV of live text is used no longer than that after its own, or its oldest chunk's, was computed.
         max_queue: most requests waiting for admission, more are refused with QueueFullError; None: no bound.
-        encode_tokens: most rows of one forward pass; while requests decode, an eighth of them for all other work.
+        encode_tokens: most rows of one forward pass; an eighth of them when requests decode beside other work.
         page_size: token slots of a page.
         impl: "reference" or "triton"; default "triton" on a GPU.
         compile: fuse the model's small operations with torch.compile at the start, which takes about a minute.
