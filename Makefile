@@ -6,13 +6,17 @@ VENV   ?= .venv
 bin     := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test stress lint bench notebooks clean
+.PHONY: demo test test-bounds stress lint bench notebooks clean
 
 demo: $(VENV)/.ready
 	$(bin)/python examples/demo.py
 
 test: $(VENV)/.ready-test
 	$(bin)/python -m pytest -n 2 --dist loadfile
+
+# the adapters with the oldest and the newest frameworks that pyproject.toml allows (ENDS=low: only those)
+test-bounds: $(VENV)/.ready-test
+	$(bin)/python -m tests.bounds $(ENDS)
 
 # what takes too long for every run: ten thousand requests, everything in random order against fresh runtimes, and
 # processes killed while they write a store

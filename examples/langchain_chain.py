@@ -118,5 +118,26 @@ answer = llm.bind_tools([retrieve], tool_choice="none").invoke(messages)
 print(answer.text.strip(), "|", cached(answer))
 assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
 
+# %% [markdown]
+# ## An agent that always retrieves
+#
+# `LazyRAGMiddleware` searches for every user message and has the model read it behind its documents, as chunks. The
+# state keeps the messages as they were written; the documents are in `context`. The second turn finds the first one in
+# the cache, documents and all.
+
+# %%
+from langchain.agents import create_agent
+from langchain_lazy_rag import LazyRAGMiddleware
+from langgraph.checkpoint.memory import InMemorySaver
+
+agent = create_agent(llm, tools=[], middleware=[LazyRAGMiddleware(retriever)], checkpointer=InMemorySaver())
+thread = {"configurable": {"thread_id": "visitor"}}
+for question in ("When is the museum closed?", "How many euros does a ticket cost?"):
+    state = agent.invoke({"messages": [("user", question)]}, thread)
+    message = state["messages"][-1]
+    print(question, "|", state["context"][0].id, "|", message.text.strip(), "|", cached(message))
+assert [document.id for document in state["context"]] == ["tickets"]
+assert message.usage_metadata["input_token_details"]["cache_creation"] == 0
+
 # %%
 rt.close()

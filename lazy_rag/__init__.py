@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lazy_rag.answer import Answer, Explanation, Receipt, Sample, Source
     from lazy_rag.catalog import Hit
-    from lazy_rag.errors import DeadlineExceededError, EmptyCorpusError, EmptyQuestionError, LazyRAGError
+    from lazy_rag.errors import (
+        ContextOverflowError,
+        DeadlineExceededError,
+        EmptyCorpusError,
+        EmptyQuestionError,
+        LazyRAGError,
+    )
     from lazy_rag.keys import ChunkId
     from lazy_rag.layout import ChunkRange, LayoutBuilder, Live, PromptLayout, Segment
     from lazy_rag.prompt import Message
@@ -23,6 +29,7 @@ _HOMES = {
     "Answer": "answer",
     "ChunkId": "keys",
     "ChunkRange": "layout",
+    "ContextOverflowError": "errors",
     "DeadlineExceededError": "errors",
     "EmptyCorpusError": "errors",
     "EmptyQuestionError": "errors",
@@ -45,6 +52,7 @@ __all__ = [
     "Answer",
     "ChunkId",
     "ChunkRange",
+    "ContextOverflowError",
     "DeadlineExceededError",
     "EmptyCorpusError",
     "EmptyQuestionError",

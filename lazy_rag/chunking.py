@@ -57,6 +57,10 @@ class Chunker:
         """How many of a chunk's tokens are its text; the others are the separator."""
         return len(record.token_ids) - len(self._separator)
 
+    def cut(self, text: str, chunk_tokens: int) -> list[str]:
+        """The text of chunks of at most so many tokens each (a token of text at least), in order."""
+        return Splitter(_Counter(self._tokens), max(1, chunk_tokens - len(self._separator))).split(text)
+
     def split(self, documents: Sequence[Document], namespace: str, chunk_tokens: int) -> list[list[ChunkRecord]]:
         """The chunks of each document, each at most `chunk_tokens` long with its separator."""
         if isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int):

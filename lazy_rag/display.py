@@ -60,6 +60,7 @@ _STYLE = """
 .lazy-rag table{border-collapse:collapse;width:100%;margin:.3em 0 .7em;font-size:12px;color:inherit}
 .lazy-rag th,.lazy-rag td{text-align:left;vertical-align:top;padding:.3em .8em .3em 0;background:none;
  border:0;border-bottom:1px solid rgba(128,128,128,.35);color:inherit}
+.lazy-rag table.lr-narrow{width:auto}
 .lazy-rag th{font-weight:600;white-space:nowrap}
 .lazy-rag .lr-n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .lazy-rag .lr-tier{white-space:nowrap}
@@ -110,7 +111,7 @@ def receipt_html(receipt: Receipt) -> str:
     """A receipt: where the prompt's tokens came from, where the time went, and every chunk."""
     times = receipt.times
     rest = max(0.0, times.first_token - times.queue - times.encode - times.prefill)
-    rows = [_row(use, str(number)) for number, use in enumerate(receipt.chunks[:MAX_PARTS], 1)]
+    rows = [_row(use, "") for use in receipt.chunks[:MAX_PARTS]]  # numbers belong to a layout, which is not here
     return _page(
         _shares(f"prompt, {_count(receipt.prompt_tokens, 'token')}", _token_shares(receipt), str),
         _shares(
@@ -199,6 +200,7 @@ def _shares(title: str, parts: Sequence[tuple[str, float, str]], show: Callable[
     legend = "".join(
         f'<span><span class="lr-key" style="background:{colour}"></span>{name} {show(value)}</span>'
         for name, value, colour in parts
+        if value or not total  # what is nothing takes no room
     )
     return (
         f'<div class="lr-head">{escape(title)}</div>'
@@ -351,7 +353,8 @@ def _rows(rows: list[str], count: int, head: str) -> str:
     """The table of chunks from its rows; `count` of them in all."""
     if count > len(rows):
         rows = [*rows, f'<tr><td colspan="7" class="lr-dim">{count - len(rows)} more</td></tr>']
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    narrow = "" if "source" in head else ' class="lr-narrow"'
+    return f"<table{narrow}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _row(use: ChunkUse, name: str, more: str = "") -> str:
@@ -372,7 +375,9 @@ def _source_cells(name: str | None, source: Source | None) -> str:
 
 def _source_cell(source: Source) -> str:
     """Name and excerpt; the text unfolds where it is longer than its excerpt."""
-    name = str(source.metadata.get("file_name") or source.document_id or "")[:_EXCERPT]
+    # a document that was given no id is called after its chunk, whose id stands beside it
+    own = "" if (source.document_id or "").startswith(source.chunk_id) else source.document_id
+    name = str(source.metadata.get("file_name") or own or "")[:_EXCERPT]
     flat = " ".join(source.text[:MAX_TEXT].split())
     shown = (f"<b>{escape(name)}</b> " if name else "") + escape(flat[:_EXCERPT])
     if flat == source.text and len(flat) <= _EXCERPT:

@@ -13,6 +13,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -58,8 +59,16 @@ def grammar_text(sampling: SamplingParams) -> str | None:
         raise ConfigError(f"the grammar cannot be used: {error}") from error
 
 
+class Compiled:
+    """A grammar compiled for one tokenizer. Whoever holds one keeps it from being compiled again."""
+
+    def __init__(self, prototype: Any) -> None:
+        self.prototype = prototype
+
+
 class Grammars:
-    """Compiles grammars for one tokenizer, each once. Thread-safe.
+    """Compiles grammars for one tokenizer, each once: the last ones are kept, and those that a request holds.
+    Thread-safe.
 
     Args:
         vocab: width of the model's logits.
@@ -73,33 +82,50 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._closers: dict[str, Any] = {}
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        self._held: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
 
-    def require(self, sampling: SamplingParams) -> None:
-        """Raise ConfigError for a grammar that cannot be compiled, or that no answer of `max_tokens` can follow."""
-        constraint = self.constraint(sampling)
-        if constraint is None or constraint.shortest(sampling.max_tokens) is not None:
-            return
+    def require(self, sampling: SamplingParams) -> Compiled | None:
+        """The compiled grammar, to be held as long as the request is under way: compiling must not hold up the engine.
+
+        Raises ConfigError for a grammar that cannot be compiled, or that no answer of `max_tokens` can follow.
+        """
+        compiled = self._compile_once(sampling)
+        if compiled is None:
+            return None
+        constraint = self._fresh(compiled, sampling)
+        if constraint.shortest(sampling.max_tokens) is not None:
+            return compiled
         needed = constraint.shortest(4 * sampling.max_tokens + 64)
         tokens = "more tokens" if needed is None else f"{len(needed)} tokens"
         raise ConfigError(f"max_tokens={sampling.max_tokens} is too small: what the grammar asks for takes {tokens}")
 
     def constraint(self, sampling: SamplingParams) -> Constraint | None:
         """A fresh constraint for one answer; None when nothing constrains it."""
+        compiled = self._compile_once(sampling)
+        return None if compiled is None else self._fresh(compiled, sampling)
+
+    def _fresh(self, compiled: Compiled, sampling: SamplingParams) -> Constraint:
+        with self._lock:
+            matcher = compiled.prototype.deep_copy()
+        return Constraint(matcher, self._tokenizer, self._closers, sampling.max_tokens, self._end_ids)
+
+    def _compile_once(self, sampling: SamplingParams) -> Compiled | None:
         text = grammar_text(sampling)
         if text is None:
             return None
         with self._lock:
             self._prepare()
-            prototype = self._compiled.get(text)
-        if prototype is None:  # without the lock: a large schema must not hold up other answers
-            prototype = self._compile(text)
+            compiled = self._held.get(text)
+        if compiled is None:  # without the lock: a large schema must not hold up other answers
+            compiled = Compiled(self._compile(text))
         with self._lock:
-            self._compiled[text] = prototype
+            compiled = self._held.setdefault(text, compiled)  # of two threads the first
+            self._compiled[text] = compiled
             self._compiled.move_to_end(text)
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            return Constraint(prototype.deep_copy(), self._tokenizer, self._closers, sampling.max_tokens, self._end_ids)
+        return compiled
 
     def _prepare(self) -> None:
         """Make the tokenizer's tables, at the first grammar."""

@@ -61,6 +61,30 @@ class OpenStore:
         self.close()
 
 
+class Copies:
+    """Folders that one runtime has saved copies to: a store that somebody else wrote or changed is not replaced."""
+
+    def __init__(self) -> None:
+        self._left: dict[Path, tuple[Any, ...]] = {}
+
+    def require_own(self, target: OpenStore) -> None:
+        """Raises StoreError for a folder with a store other than what `note` saw there."""
+        if target.manifest is not None and self._left.get(target.folder.resolve()) != _state(target.folder):
+            raise StoreError(
+                f"{str(target.folder)!r} holds a store that this runtime did not write, or that was changed since: "
+                "save to another folder, or pass replace=True to lose what is there"
+            )
+
+    def note(self, target: OpenStore) -> None:
+        self._left[target.folder.resolve()] = _state(target.folder)
+
+
+def _state(folder: Path) -> tuple[Any, ...]:
+    """Changes whenever documents of a store change: which files there are, how long, and when they were written."""
+    stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file() and path.suffix != ".lock"}
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items()))
+
+
 def _as_path(folder: Any) -> Path:
     if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
         raise StoreError(f"{folder!r} is no path of a folder")

@@ -18,6 +18,7 @@ from lazy_rag.building import Parts
 from lazy_rag.catalog import check_namespace
 from lazy_rag.conversation import Part, split_at_anchors
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
+from lazy_rag.grammar import Compiled
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout, require_sound
 from lazy_rag.prompt import Message
@@ -84,6 +85,7 @@ class Prepared:
     deadline: float | None = None
     searched_by: str = ""
     tools: ToolUse | None = None
+    grammar: Compiled | None = None  # held, so that the engine finds it compiled
 
 
 class Preparer:
@@ -173,15 +175,18 @@ class Preparer:
             contents.append([*self._placed(chunk_ids, space, sources), *parts] if number == last else parts)
         sampling = self._sampling(options)
         if tools is not None:
-            tools = self._parts.conversations.with_format(tools)
+            schema = sampling.json_schema
+            tools = replace(
+                self._parts.conversations.with_format(tools), answer=None if schema is None else str(schema)
+            )
             grammar = tools.grammar()
             if grammar is not None:
-                if sampling.constrained:
+                if sampling.regex is not None or sampling.grammar is not None:
                     raise ConfigError(
-                        "tools set the form of the answer: leave json_schema, regex and grammar out, or pass "
-                        'tool_choice="none"'
+                        "tools set the form of the answer: leave regex and grammar out, give a json_schema for answers "
+                        'that are no calls, or pass tool_choice="none"'
                     )
-                options = {**options, "sampling": replace(sampling, grammar=grammar)}
+                options = {**options, "sampling": replace(sampling, grammar=grammar, json_schema=None)}
         layout = self._parts.conversations.layout(turns, contents, tools=tools, max_tokens=sampling.max_tokens)
         layout = replace(layout, namespace=space)
         repair = options.get("repair")
@@ -251,10 +256,10 @@ class Preparer:
             )
         sampling = self._sampling(options)
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        self._parts.grammars.require(sampling)
+        grammar = self._parts.grammars.require(sampling)
         # dropped pieces are the last ones, so what is left of the sources are the first
         kept = sources[: len(sources) - len(layout.dropped)]
-        return Prepared(layout, sampling, tuple(kept), 0.0, *_urgency(options))
+        return Prepared(layout, sampling, tuple(kept), 0.0, *_urgency(options), grammar=grammar)
 
     def _sampling(self, options: RequestOptions) -> SamplingParams:
         sampling = options.get("sampling")

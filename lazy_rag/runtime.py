@@ -35,7 +35,14 @@ from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
-from lazy_rag.errors import ConfigError, EmptyCorpusError, RuntimeClosedError, StoreError, UnknownChunkError
+from lazy_rag.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EmptyCorpusError,
+    RuntimeClosedError,
+    StoreError,
+    UnknownChunkError,
+)
 from lazy_rag.explain import explain_layout
 from lazy_rag.forks import Home
 from lazy_rag.keys import ChunkId
@@ -43,6 +50,7 @@ from lazy_rag.layout import Chunk, PromptLayout, known_repair, require_sound
 from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import (
+    Copies,
     OpenStore,
     check_store,
     keeper,
@@ -169,6 +177,7 @@ class Runtime:
             raise ConfigError(f"the model is {model.dtype}: convert it, or leave dtype out")
         with ExitStack() as undo, loading_bars(self._progress):
             self._store = None if store is None else undo.enter_context(OpenStore(store))
+            self._copies = Copies()
             loaded, self.tokenizer = load_model(
                 model,
                 tokenizer,
@@ -301,6 +310,18 @@ class Runtime:
         if encode == "now":
             self._encode([self.chunk(i, namespace=space) for i in dict.fromkeys(ids)], evict=False)
         return ids
+
+    @checked_keywords()
+    def remember_parts(self, text: str, *, namespace: str | None = None) -> list[ChunkId]:
+        """`remember` for a text of any length: one that takes more than half of the context is cut, where sentences
+        end if it can be, into parts of at most a quarter of the context each, in order."""
+        try:
+            ids = self.remember([text], namespace=namespace)
+            if 2 * len(self.chunk(ids[0], namespace=namespace)) <= self.max_context:
+                return ids
+        except ContextOverflowError:
+            pass
+        return self.remember(self._parts.chunker.cut(text, self.max_context // 4), namespace=namespace)
 
     def _index(
         self,
@@ -635,8 +656,13 @@ class Runtime:
     # keeping
 
     @checked_keywords()
-    def save(self, directory: str | Path | None = None) -> None:
-        """Write index, metadata and the KV in memory to a folder (default: the runtime's store)."""
+    @checked_keywords()
+    def save(self, directory: str | Path | None = None, *, replace: bool = False) -> None:
+        """Write index, metadata and the KV in memory to a folder (default: the runtime's store).
+
+        A store that is in the folder already is refused with a StoreError unless this runtime wrote it there, or
+        `replace` is True: what it holds would be lost.
+        """
         self._require_open()
         place = directory if directory is not None else None if self._store is None else self._store.folder
         if place is None:
@@ -645,7 +671,11 @@ class Runtime:
         with nullcontext(self._store) if own else OpenStore(place, alone=True) as target:
             assert target is not None
             target.require(self._parts.keys.id)
+            if not (own or replace):
+                self._copies.require_own(target)
             write_store(target, self._manifest, self._parts, self._retriever, progress=self._progress)
+            if not own:
+                self._copies.note(target)
 
     @classmethod
     def load(cls, directory: str | Path, model: Any = None, **options: Any) -> Runtime:

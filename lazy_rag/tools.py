@@ -58,12 +58,14 @@ class ToolUse:
     Args:
         choice: "auto" (text or calls), "required" (calls), "none" (text) or the name of a tool (a call of it).
         parallel: whether an answer may hold several calls.
+        answer: JSON schema, as text, of an answer that is no call; None for free text.
     """
 
     tools: tuple[dict[str, Any], ...]
     choice: str = "auto"
     parallel: bool = True
     format: CallFormat = CallFormat()
+    answer: str | None = None
 
     @classmethod
     def of(cls, tools: Any, choice: Any, parallel: Any) -> ToolUse | None:
@@ -95,17 +97,20 @@ class ToolUse:
         several = self.parallel and self.choice in ("auto", "required") and form.begin.strip()
         calls = f"call (NEXT call){{0,{_MOST_CALLS - 1}}}" if several else "call"
         lines = [
-            "start: calls | TEXT" if self.choice == "auto" else "start: calls",
+            "start: calls | answer" if self.choice == "auto" else "start: calls",
             f"calls: {calls}",
             f"call: {_literal(form.begin)} ({' | '.join(f'body{i}' for i in range(len(tools)))}) {_literal(form.end)}",
             *bodies,
         ]
         if several:
             lines.append(r"NEXT: /\n?/")
-        if self.choice == "auto":
+        if self.choice == "auto" and self.answer is not None:
+            schema = {**json.loads(self.answer), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+            lines.append(f"answer: %json {json.dumps(schema)}")
+        elif self.choice == "auto":
             marker = form.marker
             not_a_call = r"~/(?s:\s*" + "".join(f"[{c}]" if c not in "\\]^[-" else "\\" + c for c in marker) + ".*)/"
-            lines.append(f"TEXT: /(?s:.*)/ & {not_a_call}")
+            lines += ["answer: TEXT", f"TEXT: /(?s:.*)/ & {not_a_call}"]
         return "\n".join(lines) + "\n"
 
     def _body(self, function: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,12 +137,15 @@ class ToolUse:
     def read(self, text: str) -> tuple[ToolCall, ...]:
         """The calls an answer consists of; none when it is text. A call that was cut off is left out."""
         form, rest = self.format, text.strip()
+        names = {tool["function"]["name"] for tool in self.tools}
         calls: list[ToolCall] = []
         decoder = json.JSONDecoder()
         while self.choice != "none" and rest.startswith(form.marker):
             body = rest[len(form.begin.strip()) :].lstrip()
             try:
                 value, stop = decoder.raw_decode(body)
+                if value["name"] not in names:  # an object that is an answer
+                    break
                 calls.append(ToolCall(value["name"], value[form.key]))
             except (ValueError, KeyError, TypeError):
                 break
@@ -167,6 +175,7 @@ class CallFilter:
     """Shows the text of a streamed answer, and nothing of it when it turns out to be calls."""
 
     def __init__(self, use: ToolUse | None) -> None:
+        self._use = use
         self._marker = "" if use is None or use.choice == "none" else use.format.marker
         self._held = ""
         self._call = False
@@ -175,9 +184,9 @@ class CallFilter:
     def push(self, piece: str) -> str:
         if self._text:
             return piece
+        self._held += piece
         if self._call:
             return ""
-        self._held += piece
         start = self._held.lstrip()
         if start.startswith(self._marker):
             self._call = True
@@ -188,6 +197,9 @@ class CallFilter:
         return self._held
 
     def finish(self) -> str:
+        if self._use is not None and self._use.answer is not None and not self._text:
+            # a call without a marker of its own begins as an object does
+            return "" if self._use.read(self._held) else self._held
         return "" if self._text or self._call else self._held
 
 
@@ -198,10 +210,10 @@ def _tool(tool: Any) -> dict[str, Any]:
     if not _NAME.fullmatch(function["name"]):
         raise ConfigError(f"{function['name']!r} is no tool name: letters, digits, _ . and - only")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping):
-        raise ConfigError(f"the parameters of tool {function['name']!r} must be a JSON schema")
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise ConfigError(f"the parameters of tool {function['name']!r} must be a JSON schema of an object")
     described = {"name": function["name"], "description": str(function.get("description") or "")}
-    return {"type": "function", "function": {**described, "parameters": dict(parameters)}}
+    return {"type": "function", "function": {**described, "parameters": {**parameters, "type": "object"}}}
 
 
 def _literal(text: str) -> str:

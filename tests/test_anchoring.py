@@ -182,6 +182,63 @@ def test_a_beginning_that_stands_everywhere_costs_no_seconds() -> None:
     assert [(a.stop - a.start, a.chunk_id) for a in found] == [(2 * 319 + 3, "c19")]
 
 
+RUNS = st.lists(st.tuples(st.sampled_from("-x. "), st.integers(1, 40)), min_size=1, max_size=5).map(
+    lambda runs: "".join(letter * count for letter, count in runs).strip() or "-"
+)
+
+
+@given(st.lists(RUNS, min_size=1, max_size=25), st.data())
+@settings(max_examples=150, deadline=None)
+def test_runs_are_found_as_a_brute_force_search_finds_them(texts: list[str], data: st.DataObject) -> None:
+    """With so many places of one beginning that all the ways of ruling places out are taken."""
+    chunks = {f"c{i:02}": text for i, text in enumerate(texts)}
+    letter = data.draw(st.sampled_from("-. "))
+    prompt = letter * 400 + data.draw(st.sampled_from(texts)) + letter * 20 + data.draw(RUNS)
+    assert filled(chunks).find(prompt) == brute_force(chunks, prompt)
+
+
+def log_line(number: int) -> str:
+    return f"2026-11-30 12:00:00 INFO request number {number % 7} was answered in 10 ms; there is nothing to be done.\n"
+
+
+REPETITIVE = {
+    "runs in a run": ([("-" * (500 + i)) for i in range(300)], "-" * 200_000, 250),
+    "ends that never come": ([("-" * (500 + i) + "end") for i in range(300)], "-" * 200_000, 0),
+    "something in the middle": ([("-" * (200 + i) + "x" + "-" * (200 + i)) for i in range(300)], "-" * 200_000, 0),
+    "beginnings of some, ends of others": (
+        [text for i in range(300) for text in ("-" * (600 + i) + "x", "y" + "-" * (600 + i))],
+        "-" * 200_000,
+        0,
+    ),
+    "runs of letters": ([("a" * (500 + i)) for i in range(300)], "a" * 200_000, 0),
+    "short runs": ([("-" * i) for i in range(1, 65)], "-" * 200_000, 3125),
+    "longer than the text": (["-" * 60_000], "-" * 50_000, 0),
+    "near-identical lines": (
+        ["".join(map(log_line, range(i, i + 9))) for i in range(500)],
+        "".join(map(log_line, range(2000))),
+        222,
+    ),
+    "one header": (
+        ["HEADER " * 100 + "body " * (20 + i % 280) + str(i) for i in range(3000)],
+        ("HEADER " * 100 + "body " * 200) * 117,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPETITIVE)
+def test_repetitive_texts_take_time_in_proportion_to_their_length(name: str) -> None:
+    """Each took between one second and three minutes when every length was tried at every place."""
+    texts, prompt, count = REPETITIVE[name]
+    anchors = filled({f"c{i:04}": text for i, text in enumerate(texts)})
+    started = time.perf_counter()
+    found = anchors.find(prompt)
+    assert time.perf_counter() - started < 8  # most below 0.3 on an idle machine, the short runs 1.5
+    assert len(found) == count
+    known = {text.strip() for text in texts}
+    assert all(prompt[anchor.start : anchor.stop] in known for anchor in found)
+
+
 def test_time_does_not_grow_with_the_number_of_chunks() -> None:
     """The benchmark (`python -m benchmarks.anchoring`) measures 1 ms; here is room for a busy machine."""
     from benchmarks.anchoring import corpus, prompt_of

@@ -382,15 +382,47 @@ def test_markup_in_a_call_or_a_tool_never_becomes_a_special_token() -> None:
         assert "Obey." in text_of(rt, answer)
 
 
+# calls are bare JSON, as Llama writes them
+BARE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message.tool_calls %}"
+    '{"name": "{{ message.tool_calls[0].function.name }}", "parameters": '
+    "{{ message.tool_calls[0].function.arguments | tojson }}}{% else %}{{ message['content'] }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [HERMES, BARE, None])
+def test_an_answer_beside_tools_follows_its_schema_or_calls(template: str | None) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ann", "Bo"]}, "calm": {"type": "boolean"}},
+        "required": ["name", "calm"],
+        "additionalProperties": False,
+    }
+    kinds = set()
+    with make_runtime(tokenizer=tiny_tokenizer(template)) as rt:
+        for seed in range(3):
+            sampling = SamplingParams(max_tokens=90, temperature=3.0, seed=seed, json_schema=schema)
+            answer = rt.chat("Who?", tools=TOOLS, parallel_tool_calls=False, sampling=sampling)
+            kinds.add(bool(answer.tool_calls))
+            if answer.tool_calls:
+                assert answer.text == "" and answer.tool_calls[0].name in ("add", "now")
+            else:
+                assert answer.json()["name"] in ("Ann", "Bo") and set(answer.json()) == {"name", "calm"}
+            stream = rt.chat("Who?", tools=TOOLS, parallel_tool_calls=False, sampling=sampling, stream=True)
+            assert "".join(stream) == answer.text
+            assert len(stream.answer.tool_calls) == len(answer.tool_calls)
+        sampling = SamplingParams(max_tokens=90, temperature=1.0, seed=0, json_schema=schema)
+        answer = rt.chat("Who?", tools=TOOLS, tool_choice="none", sampling=sampling)
+        assert set(answer.json()) == {"name", "calm"} and answer.tool_calls == ()
+        answer = rt.chat("Who?", tools=TOOLS, tool_choice="now", sampling=sampling)
+        assert [call.name for call in answer.tool_calls] == ["now"]
+    assert kinds == {True, False}
+
+
 def test_the_form_of_a_call_is_read_from_the_template() -> None:
-    llama = (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message.tool_calls %}"
-        '{"name": "{{ message.tool_calls[0].function.name }}", "parameters": '
-        "{{ message.tool_calls[0].function.arguments | tojson }}}{% else %}{{ message['content'] }}{% endif %}"
-        "<|im_end|>\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    with make_runtime(tokenizer=tiny_tokenizer(llama)) as rt:
+    with make_runtime(tokenizer=tiny_tokenizer(BARE)) as rt:
         assert rt._parts.conversations.with_format(ToolUse(())).format == CallFormat("", "parameters", "")
         sampling = SamplingParams(max_tokens=60, temperature=1.0, seed=1)
         answer = rt.chat("Time?", tools=TOOLS, tool_choice="required", sampling=sampling)

@@ -258,6 +258,21 @@ def test_receipt_of_nothing_and_of_much() -> None:
     assert {tag for tag, _ in checker.tags} <= ALLOWED
 
 
+@pytest.mark.parametrize(("name", "shown"), [("", False), ("#2", False), ("guide", True)])
+def test_a_document_without_an_id_is_not_called_after_its_chunk(name: str, shown: bool) -> None:
+    made = answer(layout())
+    called = name if shown else A.id + name
+    bare = SimpleNamespace(**{**vars(made), "sources": (Source(A.id, "short", 0.5, called),)})
+    assert ("<b>" in answer_html(bare)) == shown  # type: ignore[arg-type]
+
+
+def test_what_is_nothing_has_no_place_in_a_legend() -> None:
+    receipt = Receipt((), 15, 0, 5, 0, 0, Times(decode=0.5))
+    text = texts(parse(receipt_html(receipt)))
+    assert "reused 15" in text and "decode 500 ms" in text
+    assert not any(word in text for word in ("encoded", "of earlier live text", "retrieve", "queue"))
+
+
 def stats(**values: int) -> Stats:
     names = Stats.__dataclass_fields__
     return Stats(**{**dict.fromkeys(names, 0), **values})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -300,3 +303,48 @@ def test_unusable_grammars_are_refused_in_words(runtime: Runtime) -> None:
     for schema in (True, False, 3):
         with pytest.raises(ConfigError):
             SamplingParams(json_schema=schema)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["generate", "stream", "async", "async stream", "samples", "tools"])
+def test_a_grammar_is_compiled_before_its_request_enters_the_engine(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """One that had left the kept ones while its request waited was compiled on the engine's thread."""
+    monkeypatch.setattr("lazy_rag.grammar._KEPT", 2)
+    with make_runtime() as rt:
+        grammars, compiled_by = rt._parts.grammars, []
+        monkeypatch.setattr(
+            grammars, "_compile", lambda text: compiled_by.append(threading.current_thread()) or compile_(text)
+        )
+        compile_ = Grammars._compile.__get__(grammars)
+        submitted, go_on = threading.Event(), threading.Event()
+        submit = rt._engine.submit
+        monkeypatch.setattr(rt._engine, "submit", lambda *args, **kwargs: (submit(*args, **kwargs), submitted.set())[0])
+        sampling = SamplingParams(regex="[a-c]{3}", max_tokens=8, seed=0, n=3 if how == "samples" else 1)
+
+        async def ask() -> str:
+            if how == "async":
+                return (await rt.achat("Who?", sampling=sampling)).text
+            return "".join([piece async for piece in await rt.achat("Who?", stream=True, sampling=sampling)])
+
+        def answer() -> str:
+            if how == "stream":
+                return "".join(rt.chat("Who?", stream=True, sampling=sampling))
+            if how.startswith("async"):
+                return asyncio.run(ask())
+            if how == "tools":
+                tool = {"name": "f", "parameters": {"properties": {"a": {"enum": ["abc"]}}, "required": ["a"]}}
+                calls = rt.chat("Go.", tools=[tool], tool_choice="f", sampling=SamplingParams(max_tokens=99)).tool_calls
+                return str(calls[0].arguments["a"])
+            return rt.generate("Who?", sampling=sampling).text
+
+        with ThreadPoolExecutor(1) as pool:
+            busy = rt._engine.call(go_on.wait)
+            asked = pool.submit(answer)
+            assert submitted.wait(60)
+            for number in range(4):
+                grammars.require(SamplingParams(regex=f"x{{{number + 1}}}", max_tokens=9))
+            go_on.set()
+            assert busy.result(60) and re.fullmatch("[a-c]{3}", asked.result(60))
+        assert len(compiled_by) == 5 and rt._engine._thread not in compiled_by
+        # nobody holds it any more
+        gc.collect()
+        assert len(grammars._held) == 2

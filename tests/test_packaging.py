@@ -165,7 +165,9 @@ def test_wheel_declares_licence_command_and_version(wheel: Path) -> None:
 
 def test_extras_and_version() -> None:
     project = _pyproject()["project"]
-    assert {"cpu", "gpu", "llama-index", "langchain", "notebook", "test"} <= set(project["optional-dependencies"])
+    assert {"cpu", "gpu", "llama-index", "langchain", "langchain-agents", "notebook", "test"} <= set(
+        project["optional-dependencies"]
+    )
     assert project["version"] == lazy_rag.__version__
 
 

@@ -48,7 +48,7 @@ def test_the_llama_index_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_langchain_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("langchain_core")
+    pytest.importorskip("langchain")
     from langchain_core.documents import Document
 
     example = block_of("LangChain")
@@ -58,6 +58,11 @@ def test_the_langchain_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(example, names)
     with names["rt"] as rt:
         assert capsys.readouterr().out.strip() == rt.last_answer.text.strip() != ""
+        assert {source.text for source in rt.last_answer.sources} == set(texts)
+        agent = block_of("LangChain", 1)
+        assert len(agent.strip().splitlines()) == 5
+        exec(agent, names)
+        assert len(capsys.readouterr().out) > 1
         assert {source.text for source in rt.last_answer.sources} == set(texts)
 
 
@@ -72,10 +77,10 @@ def test_the_jupyter_example_runs() -> None:
     assert checked.text.split() == ["True", "2"]
 
 
-def block_of(heading: str) -> str:
+def block_of(heading: str, number: int = 0) -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[number]
 
 
 def test_every_source_file_is_in_the_data_path() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from operator import itemgetter
 from typing import Any
@@ -27,6 +27,7 @@ from lazy_rag import Answer, LazyRAGError, Message, Runtime, SamplingParams
 
 _SAMPLING = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _GRAMMARS = ("json_schema", "regex", "grammar")
+_FORMAT = "response_format"  # OpenAI's word for json_schema, which `create_agent` uses
 _REQUEST = ("anchor", "namespace", "repair")
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
@@ -215,10 +216,14 @@ class ChatLazyRAG(BaseChatModel):
         """The runtime, its messages, and the options of `Runtime.chat`. Raises LazyRAGError for unknown arguments."""
         if kwargs.pop("model", self.model) != self.model:
             raise LazyRAGError(f"this ChatLazyRAG runs {self.model!r}: make another one for another model")
+        if _FORMAT in kwargs:
+            kwargs["json_schema"] = _schema_of(kwargs.pop(_FORMAT), kwargs.get("json_schema"))
         known = {*_SAMPLING, *_GRAMMARS, *_REQUEST, *_TOOLS}
         unknown = [name for name in kwargs if name not in known]
         if unknown:
-            raise LazyRAGError(f"ChatLazyRAG knows no argument {unknown[0]!r}: it takes {', '.join(sorted(known))}")
+            raise LazyRAGError(
+                f"ChatLazyRAG knows no argument {unknown[0]!r}: it takes {', '.join(sorted({*known, _FORMAT}))}"
+            )
         given = {name: kwargs.get(name, getattr(self, name, None)) for name in (*_SAMPLING, *_GRAMMARS)}
         sampling = SamplingParams(
             **{name: value for name, value in given.items() if value is not None},
@@ -286,6 +291,7 @@ class ChatLazyRAG(BaseChatModel):
             tool_choice: None or "auto" (the model decides), "any", "required" or True (it must call), "none" or False,
                 or the name of the tool that it must call.
             strict: without effect; arguments follow their schema always.
+            kwargs: further arguments of a call; with `response_format` an answer that calls no tool follows its schema.
         """
         bound: dict[str, Any] = {"tools": [convert_to_openai_tool(tool) for tool in tools], **kwargs}
         if tool_choice is not None:
@@ -330,8 +336,24 @@ class ChatLazyRAG(BaseChatModel):
 
 def _require_complete(answer: Answer, options: dict[str, Any]) -> None:
     """Half an object is an error, never an answer."""
-    if options["sampling"].json_schema is not None:
+    if options["sampling"].json_schema is not None and not answer.tool_calls:
         answer.json()
+
+
+def _schema_of(form: Any, other: Any) -> Any:
+    """The JSON schema of a response format in OpenAI's form. Raises LazyRAGError for what is none."""
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    inner = form.get("json_schema") if kind == "json_schema" else None
+    if kind not in ("text", "json_object", "json_schema") or (kind == "json_schema" and not isinstance(inner, Mapping)):
+        raise LazyRAGError(
+            f'response_format={form!r} is not {{"type": "json_schema", "json_schema": {{"schema": ...}}}}, nor of type '
+            "json_object or text"
+        )
+    if other is not None:
+        raise LazyRAGError("response_format and json_schema say the same: give one of them")
+    if kind == "text":
+        return None
+    return {"type": "object"} if inner is None else inner.get("schema")
 
 
 def _tool_choice(choice: Any) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -16,7 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from lazy_rag import ChunkId, ChunkRange, LazyRAGError, Message, Runtime, ToolCall
+from lazy_rag import ChunkId, ChunkRange, ContextOverflowError, LazyRAGError, Message, Runtime, ToolCall
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant"}
 _ROLES |= {"ai": "assistant", "tool": "tool"}
@@ -24,28 +24,35 @@ _ROLES |= {"ai": "assistant", "tool": "tool"}
 _SKIPPED = frozenset(("tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "thinking"))
 
 Piece = str | ChunkRange
+Chunks = Mapping[str, Sequence[ChunkId]]  # of a document's text: its chunk, or the parts of a long one
 
 
 def to_messages(
     messages: Sequence[BaseMessage], runtime: Runtime, namespace: str | None, *, anchor: bool
 ) -> list[Message]:
-    """The runtime's messages. Texts of "text-plain" blocks are chunks, whichever store they come from; with `anchor`
-    so are those of the documents in a tool's artifact, to be found where they stand in its text.
+    """The runtime's messages. Texts of "text-plain" blocks are chunks, whichever store they come from, long ones in
+    parts; with `anchor` so are those of the documents in a tool's artifact, to be found where they stand in its text.
 
-    Raises LazyRAGError for pictures, sound and other content that is no text.
+    Raises LazyRAGError for pictures, sound and other content that is no text, and for malformed blocks.
     """
     contents = [_pieces(message.content) for message in messages]
-    blocks = [piece["text"] for pieces in contents for piece in pieces if isinstance(piece, Mapping)]
-    named = dict.fromkeys(text.strip() for text in (*blocks, *(_artifacts(messages) if anchor else ())) if text.strip())
-    chunks = dict(zip(named, runtime.remember(list(named), namespace=namespace), strict=True)) if named else {}
+    blocks = [piece["text"].strip() for pieces in contents for piece in pieces if isinstance(piece, Mapping)]
+    chunks = {text: runtime.remember_parts(text, namespace=namespace) for text in dict.fromkeys(blocks) if text}
+    for text in dict.fromkeys(_artifacts(messages)) if anchor else ():
+        with suppress(ContextOverflowError):  # what is too long for a chunk is live text where the message holds it
+            runtime.remember([text], namespace=namespace)
     return [_message(message, pieces, chunks) for message, pieces in zip(messages, contents, strict=True)]
 
 
-def _artifacts(messages: Sequence[BaseMessage]) -> list[str]:
+def _artifacts(messages: Sequence[BaseMessage]) -> Iterator[str]:
     """Texts of the documents that tools returned beside their text."""
-    artifacts = [message.artifact for message in messages if isinstance(message, ToolMessage)]
-    listed = [artifact for artifact in artifacts if isinstance(artifact, list | tuple)]
-    return [item.page_content for artifact in listed for item in artifact if isinstance(item, Document)]
+    for message in messages:
+        artifact = message.artifact if isinstance(message, ToolMessage) else None
+        for item in artifact if isinstance(artifact, list | tuple) else [artifact]:
+            # as JSON, say of a remote graph, a document is a mapping
+            text = item.get("page_content") if isinstance(item, Mapping) else getattr(item, "page_content", None)
+            if isinstance(text, str) and text.strip():
+                yield text.strip()
 
 
 def _pieces(content: str | Sequence[Any]) -> list[str | Mapping[str, Any]]:
@@ -53,21 +60,21 @@ def _pieces(content: str | Sequence[Any]) -> list[str | Mapping[str, Any]]:
     if isinstance(content, str):
         return [content]
     found: list[str | Mapping[str, Any]] = []
-    for block in content:
+    for block in content if isinstance(content, Sequence) else [content]:
         if isinstance(block, str):
             found.append(block)
             continue
-        kind = block.get("type")
-        if kind == "text":
-            found.append(block["text"])
-        elif kind == "text-plain" and isinstance(block.get("text"), str):
-            found.append(block)
-        elif kind not in _SKIPPED:
+        kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
+        if kind in ("text", "text-plain"):
+            if not isinstance(block.get("text"), str):
+                raise LazyRAGError(f'a content block of type {kind!r} holds no text: {{"type": {kind!r}, "text": ...}}')
+            found.append(block["text"] if kind == "text" else block)
+        elif not (isinstance(kind, str) and kind in _SKIPPED):
             raise LazyRAGError(f"a message holds content of type {kind!r}: this model reads text only")
     return found
 
 
-def _content(parts: Sequence[str | Mapping[str, Any]], chunks: Mapping[str, ChunkId]) -> str | list[Piece]:
+def _content(parts: Sequence[str | Mapping[str, Any]], chunks: Chunks) -> str | list[Piece]:
     pieces: list[Piece] = []
     for part in parts:
         if isinstance(part, str):
@@ -75,14 +82,12 @@ def _content(parts: Sequence[str | Mapping[str, Any]], chunks: Mapping[str, Chun
             continue
         if part.get("title"):
             pieces.append(f"{part['title']}\n")
-        chunk_id = chunks.get(part["text"].strip())
-        if chunk_id is not None:  # else it has no text
-            pieces.append(ChunkRange(chunk_id))
+        pieces += map(ChunkRange, chunks.get(part["text"].strip(), ()))
     texts = [piece for piece in pieces if isinstance(piece, str)]
     return "".join(texts) if len(texts) == len(pieces) else pieces
 
 
-def _message(message: BaseMessage, parts: Sequence[str | Mapping[str, Any]], chunks: Mapping[str, ChunkId]) -> Message:
+def _message(message: BaseMessage, parts: Sequence[str | Mapping[str, Any]], chunks: Chunks) -> Message:
     content: Any = _content(parts, chunks)
     if isinstance(message, SystemMessage):
         return Message("system", content)

@@ -178,6 +178,8 @@ class LazyRAGVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[Document]:
         """k of the `fetch_k` most similar documents that are also unlike each other."""
+        if not query.strip():  # nothing is like nothing
+            return []
         embedding = self._embeddings.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(embedding, k, fetch_k, lambda_mult, filter, **kwargs)
 
@@ -245,9 +247,9 @@ class LazyRAGVectorStore(VectorStore):
         store.add_texts(texts, metadatas, ids=ids, **kwargs)
         return store
 
-    def save(self, directory: str | Path) -> None:
-        """Write index, texts, metadata and the KV in memory to a folder."""
-        self.runtime.save(directory)
+    def save(self, directory: str | Path, *, replace: bool = False) -> None:
+        """Write index, texts, metadata and the KV in memory to a folder. See `Runtime.save` for `replace`."""
+        self.runtime.save(directory, replace=replace)
 
     @classmethod
     def load(cls, directory: str | Path, *, namespace: str | None = None, **options: Any) -> LazyRAGVectorStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Generator, Sequence
+from functools import partial
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -330,7 +331,7 @@ class LazyRAGLLM(FunctionCallingLLM):
         self._hints.remember(runtime, self.namespace)
         if isinstance(prompt, str):
             return [Message("user", prompt)], options
-        return to_messages(prompt, lambda text: runtime.remember([text], namespace=options["namespace"])[0]), options
+        return to_messages(prompt, partial(runtime.remember_parts, namespace=options["namespace"])), options
 
     def _options(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keywords of `Runtime.chat` for a call's own."""

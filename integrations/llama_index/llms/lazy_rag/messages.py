@@ -19,7 +19,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from lazy_rag import Answer, ChunkRange, LazyRAGError, Live, Message, ToolCall
+from lazy_rag import Answer, ChunkId, ChunkRange, LazyRAGError, Live, Message, ToolCall
 
 _ROLES = {
     MessageRole.SYSTEM: "system",
@@ -32,16 +32,16 @@ _ROLES = {
     MessageRole.FUNCTION: "tool",
 }
 
-# the chunk of a text
-ChunkOf = Callable[[str], str]
+# the chunks of a text: one, or the parts of a long one
+ChunksOf = Callable[[str], Sequence[ChunkId]]
 
 
-def to_messages(messages: Sequence[ChatMessage], chunk_of: ChunkOf) -> list[Message]:
+def to_messages(messages: Sequence[ChatMessage], chunks_of: ChunksOf) -> list[Message]:
     """Messages for `Runtime.chat`. Raises LazyRAGError for what a text model cannot read."""
-    return [_to_message(message, chunk_of) for message in messages]
+    return [_to_message(message, chunks_of) for message in messages]
 
 
-def _to_message(message: ChatMessage, chunk_of: ChunkOf) -> Message:
+def _to_message(message: ChatMessage, chunks_of: ChunksOf) -> Message:
     pieces: list[str | Live | ChunkRange] = []
     calls: list[ToolCall] = []
     last_was_text = False
@@ -51,7 +51,7 @@ def _to_message(message: ChatMessage, chunk_of: ChunkOf) -> Message:
         elif isinstance(block, TextBlock):
             pieces.append(("\n" if last_was_text else "") + block.text)
         else:
-            pieces += _pieces(block, chunk_of)
+            pieces += _pieces(block, chunks_of)
         last_was_text = isinstance(block, TextBlock)
     extra = message.additional_kwargs
     texts = [piece for piece in pieces if isinstance(piece, str)]
@@ -65,14 +65,14 @@ def _to_message(message: ChatMessage, chunk_of: ChunkOf) -> Message:
     )
 
 
-def _pieces(block: ContentBlock, chunk_of: ChunkOf) -> list[str | Live | ChunkRange]:
+def _pieces(block: ContentBlock, chunks_of: ChunksOf) -> list[str | Live | ChunkRange]:
     if isinstance(block, CachePoint | ThinkingBlock):  # a hint to providers that bill for caches; not part of a prompt
         return []
     if isinstance(block, CitableBlock | CitationBlock):
         content = block.content if isinstance(block, CitableBlock) else [block.cited_content]
         text = "\n".join(part.text if isinstance(part, TextBlock) else _document_text(part) for part in content)
         title = [Live(f"{block.title}\n")] if block.title.strip() else []
-        return [*title, ChunkRange(chunk_of(text))] if text.strip() else [*title]  # type: ignore[arg-type]
+        return [*title, *map(ChunkRange, chunks_of(text))] if text.strip() else [*title]
     return [_document_text(block)]
 
 

@@ -159,9 +159,12 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
     # keeping
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
-        """Write the runtime's store to a folder. A path of a JSON file, as a StorageContext gives, names the folder."""
+        """Write the runtime's store to a folder. A path of a JSON file, as a StorageContext gives, names the folder.
+
+        As with LlamaIndex's own stores, one that was persisted there before is replaced.
+        """
         _require_local(fs)
-        self._runtime.save(_folder(persist_path))
+        self._runtime.save(_folder(persist_path), replace=True)
 
     @classmethod
     def from_persist_path(

@@ -21,7 +21,7 @@ from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.prompts.base import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
 from llama_index.llms.lazy_rag.llm import LazyRAGLLM, read_object
 
 from lazy_rag import LazyRAGError
@@ -33,7 +33,8 @@ class LazyRAGSynthesizer(BaseSynthesizer):
     """One request with all nodes, in the order they come in.
 
     Nodes reach the runtime by id. What does not fit the context is dropped whole, the last node first, and reported in
-    `raw["dropped"]`; nothing is cut. Metadata that the LLM is to see is live text before its node.
+    `raw["dropped"]`. Only a node that alone takes more than half of the context is cut, into parts of a quarter of it.
+    Metadata that the LLM is to see is live text before its node.
 
     Args:
         llm: a LazyRAGLLM; default `Settings.llm`.
@@ -157,9 +158,23 @@ def _blocks(scored: NodeWithScore) -> list[ContentBlock]:
     text = node.get_content(metadata_mode=MetadataMode.NONE).strip()
     if not text:
         return []
-    lead, _, trail = node.get_content(metadata_mode=MetadataMode.LLM).partition(text)
+    shown = node.get_content(metadata_mode=MetadataMode.LLM)
+    if text not in shown:  # a node that shows something else than its text
+        return [_text_block(shown)] if shown.strip() else []
+    lead, trail = _around(node, text, shown)
     block = CitableBlock(title=lead.strip(), source=node.node_id, content=[TextBlock(text=text)])
     return [block, TextBlock(text=trail.strip() + "\n")] if trail.strip() else [block]
+
+
+def _around(node: BaseNode, text: str, shown: str) -> tuple[str, str]:
+    """What a node shows before and after its text, which may stand in its metadata too."""
+    mark = f"<text {secrets.token_hex(8)}>"
+    marked = node.model_copy()
+    marked.set_content(mark)
+    lead, found, trail = marked.get_content(metadata_mode=MetadataMode.LLM).partition(mark)
+    if not found:  # it makes its text in a way of its own; metadata usually comes first
+        lead, _, trail = shown.rpartition(text)
+    return lead, trail
 
 
 def _text_block(text: str) -> ContentBlock:

@@ -1,0 +1,78 @@
+"""What `save` replaces without being asked: nothing that another runtime wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lazy_rag import LazyRAGError, Runtime
+from tests.fixtures import make_runtime
+
+
+def texts(folder: Path) -> set[str]:
+    with make_runtime(store=folder) as runtime:
+        return {source.text for source in runtime.find()}
+
+
+@pytest.mark.parametrize("how", ["saved", "opened"])
+def test_another_runtimes_store_is_kept_unless_asked(tmp_path: Path, how: str) -> None:
+    with make_runtime(store=tmp_path / "s" if how == "opened" else None) as first:
+        first.add_chunks(["theirs"])
+        first.save(tmp_path / "s")
+    with make_runtime() as second:
+        second.add_chunks(["ours"])
+        with pytest.raises(LazyRAGError, match="replace=True"):
+            second.save(tmp_path / "s")
+        assert texts(tmp_path / "s") == {"theirs"}
+        with pytest.raises(LazyRAGError, match="replace=True"):  # looking into it made it no store of the second
+            second.save(tmp_path / "s")
+        second.save(tmp_path / "s", replace=True)
+        second.add_chunks(["more"])
+        second.save(tmp_path / "s")  # its own by now
+    assert texts(tmp_path / "s") == {"ours", "more"}
+
+
+def add(runtime: Runtime) -> None:
+    runtime.add_chunks(["added by another"])
+
+
+def delete(runtime: Runtime) -> None:
+    runtime.delete([source.chunk_id for source in runtime.find()])
+
+
+@pytest.mark.parametrize("change", [add, delete], ids=lambda change: change.__name__)
+def test_a_copy_that_was_changed_since_is_kept(tmp_path: Path, change: Callable[[Runtime], None]) -> None:
+    with make_runtime() as runtime:
+        runtime.add_chunks(["ours"])
+        runtime.save(tmp_path / "s")
+        with make_runtime(store=tmp_path / "s") as other:
+            change(other)
+        before = texts(tmp_path / "s")
+        with pytest.raises(LazyRAGError, match="changed since"):
+            runtime.save(tmp_path / "s")
+        assert texts(tmp_path / "s") == before
+        runtime.save(tmp_path / "t")  # another folder is free
+
+
+def test_a_runtime_saves_to_its_own_store_and_to_its_copies_again_and_again(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path / "own") as runtime:
+        for number in range(3):
+            runtime.add_chunks([f"text {number}"])
+            runtime.save()
+            runtime.save(tmp_path / "own")
+            runtime.save(tmp_path / "copy")
+    assert texts(tmp_path / "own") == texts(tmp_path / "copy") == {"text 0", "text 1", "text 2"}
+
+
+def test_a_folder_without_a_store_and_one_cut_short_are_written(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("kept")
+    with make_runtime() as runtime:
+        runtime.add_chunks(["ours"])
+        runtime.save(tmp_path)
+    (tmp_path / "store.json").unlink()  # as a save that was killed leaves it
+    with make_runtime() as runtime:
+        runtime.add_chunks(["again"])
+        runtime.save(tmp_path)
+    assert texts(tmp_path) == {"again"} and (tmp_path / "notes.txt").read_text() == "kept"
