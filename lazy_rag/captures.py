@@ -14,49 +14,54 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Captures pass alone, everything else together. A capture that waits goes before what comes later."""
+    """Captures pass alone, everything else together. A capture that waits goes before what comes later.
+
+    A thread that is inside may come again: garbage collection, which ends runtimes, can happen anywhere.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = 0  # those that pass together
+        self._inside = 0  # threads that pass together
         self._waiting = 0  # captures
-        self._capturing: int | None = None  # the thread
-        self._depth = 0
+        self._capturing = False
+        self._mine = threading.local()  # is this thread inside?
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around a capture, or a setting of the process that one needs. May be nested."""
-        me = threading.get_ident()
+        """Around a capture, or a setting of the process that one needs. Not within `together`."""
+        if getattr(self._mine, "inside", False):
+            yield
+            return
         with self._changed:
-            if self._capturing != me:
-                self._waiting += 1
-                try:
-                    self._changed.wait_for(lambda: self._capturing is None and not self._inside)
-                finally:
-                    self._waiting -= 1
-                self._capturing = me
-            self._depth += 1
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._capturing and not self._inside)
+            finally:
+                self._waiting -= 1
+            self._capturing = self._mine.inside = True
         try:
             yield
         finally:
             with self._changed:
-                self._depth -= 1
-                if not self._depth:
-                    self._capturing = None
-                    self._changed.notify_all()
+                self._capturing = self._mine.inside = False
+                self._changed.notify_all()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around launching copies, or waiting for a device. Not inside itself, nor inside `alone`."""
+        """Around launching copies, or waiting for a device."""
+        if getattr(self._mine, "inside", False):
+            yield
+            return
         with self._changed:
-            assert self._capturing != threading.get_ident(), "a copy would become part of the graph"
-            self._changed.wait_for(lambda: self._capturing is None and not self._waiting)
+            self._changed.wait_for(lambda: not self._capturing and not self._waiting)
             self._inside += 1
+            self._mine.inside = True
         try:
             yield
         finally:
             with self._changed:
                 self._inside -= 1
+                self._mine.inside = False
                 self._changed.notify_all()
 
 

@@ -48,11 +48,10 @@ class Loaded(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What lies under `kv`: records in their own place, files being written or left half-written, what is neither, and
-    folders that cannot be listed, in words."""
+    """What lies under `kv`: records in their own place, what is neither that nor being written, and folders that cannot
+    be listed, in words."""
 
     records: list[ChunkId]
-    unfinished: list[Path]
     strays: list[Path]
     unlisted: list[str]
 
@@ -256,7 +255,7 @@ class KVRecords:
 
     def abandoned(self) -> list[Path]:
         """Files that writers which died have left behind."""
-        return [path for path in self.look().unfinished if is_abandoned(path)]
+        return [path for path in (self.folder / "kv").glob(f"*/{TEMPORARY}*") if is_abandoned(path)]
 
     def sweep(self) -> None:
         """Delete what writers that died left behind."""
@@ -281,7 +280,7 @@ class KVRecords:
 
     def look(self) -> Found:
         """Everything that lies under `kv`. Never raises."""
-        found = Found([], [], [], [])
+        found = Found([], [], [])
         for folder in _entries(self.folder / "kv", found):
             if not os.path.isdir(folder):
                 found.strays.append(folder)
@@ -289,8 +288,8 @@ class KVRecords:
             for path in _entries(folder, found):
                 chunk_id = ChunkId(path.name.removesuffix(".safetensors"))
                 if path.name.startswith(TEMPORARY) and os.path.isfile(path):
-                    found.unfinished.append(path)
-                elif path == self.path(chunk_id) and not path.name.startswith(".") and os.path.exists(path):
+                    continue
+                if path == self.path(chunk_id) and not path.name.startswith(".") and os.path.exists(path):
                     found.records.append(chunk_id)
                 elif os.path.lexists(path):  # else it was deleted just now
                     found.strays.append(path)

@@ -261,7 +261,7 @@ def test_a_copy_replaces_a_store_without_a_catalog(store: Path) -> None:
     without_catalog(store)
     with make_runtime() as rt:
         rt.prefetch(rt.add_chunks(TEXTS[:1]))
-        rt.save(store)
+        rt.save(store, replace=True)
     assert maintenance.verify(store) == []
     assert maintenance.stats(store).records == 2
 
