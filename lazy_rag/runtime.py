@@ -312,16 +312,16 @@ class Runtime:
         return ids
 
     @checked_keywords()
-    def remember_parts(self, text: str, *, namespace: str | None = None) -> list[ChunkId]:
+    def remember_parts(self, text: str, *, encode: str = "on_use", namespace: str | None = None) -> list[ChunkId]:
         """`remember` for a text of any length: one that takes more than half of the context is cut, where sentences
         end if it can be, into parts of at most a quarter of the context each, in order."""
         try:
-            ids = self.remember([text], namespace=namespace)
-            if 2 * len(self.chunk(ids[0], namespace=namespace)) <= self.max_context:
-                return ids
+            known = self.remember([text], namespace=namespace)
+            whole = 2 * len(self.chunk(known[0], namespace=namespace)) <= self.max_context
         except ContextOverflowError:
-            pass
-        return self.remember(self._parts.chunker.cut(text, self.max_context // 4), namespace=namespace)
+            whole = False
+        parts = [text] if whole else self._parts.chunker.cut(text, self.max_context // 4)
+        return self.remember(parts, encode=encode, namespace=namespace)
 
     def _index(
         self,

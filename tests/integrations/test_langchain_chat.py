@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle  # programs copy and send model objects about; none of ours is ever read from a file
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict
@@ -40,7 +38,6 @@ TEXTS = [
     "The bridge of Amble is 2.7 km long; it was built of stone.",
     "The market of Amble is held in the morning, under the lime trees.",
 ]
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.fixture
@@ -482,17 +479,3 @@ def test_a_cache_of_answers_tells_two_models_of_one_name_apart(rt: Runtime) -> N
 
 
 # without the framework
-
-
-@pytest.mark.parametrize(
-    ("module", "blocked", "extra"), [("langchain_lazy_rag", "langchain_core", "lazy-rag[langchain]")]
-)
-def test_without_the_framework_the_error_names_the_extra_and_the_rest_works(
-    module: str, blocked: str, extra: str
-) -> None:
-    code = (
-        f"import sys; sys.modules[{blocked!r}] = None\nimport lazy_rag; lazy_rag.LayoutBuilder\n"
-        f"try:\n    import {module}\nexcept ImportError as error:\n    print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert extra in done.stdout

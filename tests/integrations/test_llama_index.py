@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import io
 import json
 import pickle  # programs copy and send model objects about; none of ours is ever read from a file
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -752,14 +750,3 @@ def test_a_failing_engine_reaches_the_consumer_of_a_stream(fresh: Runtime, monke
     thread.join(timeout=5)
     assert not thread.is_alive()
     assert "no room" in str(failed[0])
-
-
-def test_without_the_framework_the_error_names_the_extra_and_the_rest_works(
-    fresh: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("llama_index")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "llama_index.core", None)
-    with pytest.raises(ImportError, match=r"lazy-rag\[llama-index\]"):
-        importlib.import_module("llama_index.llms.lazy_rag")
-    assert fresh.chat("Hello?", sampling=SamplingParams(max_tokens=2)).text is not None

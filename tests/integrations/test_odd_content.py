@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_lazy_rag import ChatLazyRAG, LazyRAGVectorStore, context_blocks, create_lazy_rag_chain
 from llama_index.core.schema import MetadataMode, Node, NodeWithScore, TextNode
-from llama_index.llms.lazy_rag import LazyRAGLLM, LazyRAGSynthesizer
+from llama_index.llms.lazy_rag import LazyRAGLLM, LazyRAGPrefill, LazyRAGSynthesizer
 
 from lazy_rag import ContextOverflowError, LazyRAGError, Runtime
 from tests.fixtures import make_runtime
@@ -137,6 +137,15 @@ def test_a_node_longer_than_the_context_is_answered_from_its_parts(rt: Runtime, 
     assert CONTEXT // 2 < len(rt.chunk(rt.remember([half])[0])) < CONTEXT
     synthesizer.synthesize("What does it say?", scored(TextNode(text=half)))
     assert half[:200] in prompt_of(rt)
+
+
+def test_a_long_node_is_prefilled_in_the_parts_that_are_used() -> None:
+    with make_runtime(max_context=CONTEXT) as fresh:
+        nodes = [TextNode(text=SHORT), TextNode(text=LONG), TextNode(text=" ")]
+        assert LazyRAGPrefill(fresh)(nodes) == nodes
+        LazyRAGSynthesizer(LazyRAGLLM(fresh, max_tokens=4)).synthesize("What does it say?", scored(*nodes))
+        assert all(use.hit for use in fresh.last_answer.receipt.chunks)  # type: ignore[union-attr]
+        assert len(chunks_of(fresh)) > 1 and fresh.last_answer.dropped  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("way", ["blocks", "chain"])

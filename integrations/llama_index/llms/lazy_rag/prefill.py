@@ -9,7 +9,7 @@ from typing import Any
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 
-from lazy_rag import Runtime
+from lazy_rag import ContextOverflowError, Runtime
 
 
 class LazyRAGPrefill(TransformComponent):
@@ -30,7 +30,12 @@ class LazyRAGPrefill(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
-        self._runtime.remember([t for t in texts if t.strip()], encode="now", namespace=self.namespace)
+        texts = [text for text in texts if text.strip()]
+        try:
+            self._runtime.remember(texts, encode="now", namespace=self.namespace)
+        except ContextOverflowError:  # one of them is no single chunk
+            for text in texts:
+                self._runtime.remember_parts(text, encode="now", namespace=self.namespace)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
