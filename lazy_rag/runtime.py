@@ -30,6 +30,7 @@ from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
 from lazy_rag.arguments import checked_keywords
 from lazy_rag.building import Settings, build, known_ttl
+from lazy_rag.captures import GATE
 from lazy_rag.catalog import check_namespace
 from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
@@ -812,12 +813,16 @@ def _let_go(engine: Engine, retriever: Retriever, model: LanguageModel, store: O
     """End everything a runtime started, each part whatever happens to the others."""
     if home.left:
         return
-    with ExitStack() as parts:
-        if store is not None:
-            parts.callback(store.close)
-        parts.callback(model.release)
-        parts.callback(retriever.close)
-        parts.callback(engine.close)
+    parts = ExitStack()
+    if store is not None:
+        parts.callback(store.close)
+    parts.callback(model.release)
+    parts.callback(retriever.close)
+    parts.callback(engine.close)
+    if GATE.held:  # garbage collection in the middle of a capture: threads to wait for may be waiting for that
+        threading.Thread(target=parts.close, name="lazy-rag-end", daemon=True).start()
+    else:
+        parts.close()
 
 
 def _close_at_exit(reference: weakref.ref[Runtime]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from lazy_rag import transfers
+from lazy_rag import captures, transfers
 from lazy_rag.captures import Gate
+from tests.fixtures import make_runtime
 
 
 def test_copies_pass_together() -> None:
@@ -103,6 +105,7 @@ def test_a_thread_that_is_inside_may_come_again() -> None:
 
     def capture() -> bool:
         with gate.alone(), gate.together(), gate.alone():
+            assert gate.held
             return gate._capturing
 
     with ThreadPoolExecutor(2) as pool:
@@ -114,7 +117,49 @@ def test_a_thread_that_is_inside_may_come_again() -> None:
         waiting.set()
         assert copying.result(30) == 1
         assert capturing.result(30) is True
-    assert not gate._capturing
+    assert not gate._capturing and not gate.held
+
+
+def test_a_capture_inside_a_copy_is_refused() -> None:
+    gate = Gate()
+    with gate.together():
+        with pytest.raises(RuntimeError, match="wait for itself"), gate.alone():
+            pass
+        assert gate._inside == 1
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["inside", "waiting"])
+def test_a_runtime_that_garbage_collection_ends_at_the_gate_ends_elsewhere(waits: bool) -> None:
+    """Its end waits for threads of its own, which may be waiting at the gate for the capture to end."""
+    runtime = make_runtime()
+    engine, close, ended = runtime._engine, runtime._engine.close, threading.Event()
+
+    def close_after_a_copy() -> None:
+        def copy() -> None:
+            with captures.GATE.together():
+                pass
+
+        copying = threading.Thread(target=copy)
+        copying.start()
+        copying.join()
+        close()
+        ended.set()
+
+    engine.close = close_after_a_copy  # type: ignore[method-assign]
+    runtime.__dict__["itself"] = runtime  # only a collection ends it
+    del runtime
+
+    def capture() -> bool:
+        with pytest.MonkeyPatch.context() as patch:
+            if waits:  # as if nobody were inside, after a while in which memory was collected
+                patch.setattr(captures.GATE._changed, "wait_for", lambda ready: gc.collect())
+            with captures.GATE.alone():
+                gc.collect()
+                return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(capture).result(30)
+    assert ended.wait(30) and not engine._thread.is_alive()
 
 
 def test_copies_of_a_gpu_pass_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
