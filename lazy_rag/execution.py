@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 # a decode step has one row per request; a step of live tokens any number of rows of any requests
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LIVE_BUCKETS = (16, 32, 64, 128, 256, 512)
-# most sequences of a step of live tokens: with few, programs without work would show
+# Most sequences of a step of live tokens. A grid has room for the programs of all of them, and those without work take
+# time: so there are graphs for one prompt or a few, for a batch, and, of the largest sizes only, for a crowd.
 FEW_SEQUENCES, LIVE_ASKED, CROWD = 4, 64, 256
 MOST_SEGMENTS = 4096
 MOST_PAGES = 1 << 18
@@ -54,9 +55,10 @@ def _buckets(encode_tokens: int) -> list[Bucket]:
         buckets += [Bucket(n, FEW_SEQUENCES, n), Bucket(n, min(n, LIVE_ASKED), n)]
     mixed = mixed_rows(encode_tokens)
     if mixed > LIVE_BUCKETS[-1]:
-        # eager passes of so many rows are bound by the host; from here on other work dwarfs programs without work
+        # eager passes of so many rows are bound by the host; three quarters, for the last rows of what is encoded
         buckets += [Bucket(n, min(n, LIVE_ASKED), n) for n in (mixed * 3 // 4, mixed)]
-    return buckets + [Bucket(n, CROWD, n) for n in sorted({*live[-1:], mixed}) if n > CROWD]
+    largest = {*live[-1:], mixed}
+    return buckets + [Bucket(n, CROWD, n) for n in sorted(largest) if n > CROWD]
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class Executor:
         """
         from lazy_rag_kernels.triton_static import Capacity, StaticTables
 
+        self.close()
         began = time.perf_counter()
         device = self._model.device
         self._warm_eager(encode_tokens)

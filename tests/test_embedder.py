@@ -198,10 +198,13 @@ def test_padded_questions_get_the_vectors_of_the_library() -> None:
     graphs = EmbeddingGraphs.of(model, capture=False)
     assert graphs is not None
     for text in QUESTIONS:
+        # components of unit vectors: some ulps of float32
         np.testing.assert_allclose(graphs.encode(text), model.encode([text]), atol=1e-6)
     model.max_seq_length = 40
     shorter = EmbeddingGraphs.of(model, capture=False)
     assert shorter is not None and shorter.encode("word " * 36) is None  # 38 tokens: the longest graph has 32
+    model.max_seq_length = 15
+    assert EmbeddingGraphs.of(model, capture=False) is None
 
 
 @needs_minilm
@@ -246,7 +249,9 @@ def test_questions_on_a_gpu_replay_graphs_of_a_saved_model(tmp_path: Path) -> No
 
 
 def check_replays(embedder: Embedder) -> None:
-    assert embedder._graphs is not None
+    graphs = embedder._graphs
+    assert graphs is not None
+    assert [text for text in QUESTIONS if graphs.encode(text) is None] == QUESTIONS[-1:]  # longer than any graph
     expected = {text: normalise_rows(embedder._model.encode([text]))[0] for text in QUESTIONS}
     for text, vector in expected.items():
         np.testing.assert_allclose(embedder.embed_query(text), vector, atol=2e-3)  # TF32 may serve one of them

@@ -32,7 +32,7 @@ STAGES = {64: 6, 128: 3}
 
 @dataclass
 class _Installed:
-    """`gluon_kernels`, or None where the installed Triton lacks what it needs."""
+    """`gluon_kernels`, or None where the installed Triton lacks what it needs. One for the process, as Triton is."""
 
     kernels: ModuleType | None
 
@@ -59,7 +59,7 @@ def available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and _installed().kernels is not None
 
 
-def takes(pages: LayerPages, window: int | None) -> bool:
+def takes(q: Tensor, pages: LayerPages, window: int | None) -> bool:
     """Whether the kernel takes a layer of head dims and tiles that it was made for (`TileShape.specialized`).
 
     A window hides most of a long context: the portable kernel looks for the part that is left, this one does not.
@@ -70,7 +70,8 @@ def takes(pages: LayerPages, window: int | None) -> bool:
         and page_size % 8 == 0
         and BLOCK_N % page_size == 0
         and all(
-            x.stride(2) == x.shape[3]
+            x.dtype == q.dtype
+            and x.stride()[2:] == (x.shape[3], 1)
             and x.data_ptr() % 16 == 0
             and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:2])
             for x in (pages.k, pages.v)
@@ -143,7 +144,11 @@ def launch_partial(
             OVERLAPPED=state.limits.overlaps,
             num_warps=4,
         )
-    except TritonError:
+    except Exception as error:
+        # what a compiler raises differs too: a failed pass is a plain RuntimeError; what the device raises is no reason
+        # to go on
+        if not isinstance(error, TritonError) and "CUDA" in str(error):
+            raise
         installed.give_up()
         return False
     return True

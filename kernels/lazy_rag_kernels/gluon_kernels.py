@@ -35,7 +35,7 @@ LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 COLUMNS: gl.constexpr = gl.constexpr(64)
 # packed rows of a warpgroup
 GROUP_ROWS: gl.constexpr = gl.constexpr(64)
-# beyond every position
+# beyond every position: layouts bound positions and deltas (`lazy_rag.layout.LIMIT`)
 FAR: gl.constexpr = gl.constexpr(2**30)
 
 
@@ -105,6 +105,7 @@ def _produce(
             base = stage * (PAGES * (D // COLUMNS))
             left = key_end - start
             mbarrier.wait(k_free.index(stage), phase ^ 1)
+            # slots are computed in a segment's last block only: it cost several percent in every block (NOTES.md)
             if left >= BLOCK_N:
                 _copy_block(k_desc, k_boxes, k_ready.index(stage), base, ids, left, column, True, D, P)
                 mbarrier.wait(v_free.index(stage), phase ^ 1)
@@ -544,6 +545,7 @@ def specialized_partial_kernel(
                 ),
             ),
         ],
+        # warps, and registers of a thread, of the second warpgroup and of the warp that copies
         [4, 1],
         [240, 24],
     )

@@ -129,10 +129,7 @@ def segment_attention(
                 len(slab.programs), kv_heads, schedule.tile.block_m, v_dim, dtype=wide, device=q.device
             )
             part_lse = torch.empty(part_out.shape[:-1], dtype=wide, device=q.device)
-            reload = schedule.tile.reload_q and angles is not None
-            shape = (len(slab.programs), kv_heads, schedule.tile.block_m, padded(k_dim))
-            turned = torch.empty(shape, dtype=q.dtype, device=q.device) if reload else None
-            _launch_partial(q, pages, state, schedule, slab, turned, part_out, part_lse, layer)
+            _launch_partial(q, pages, state, schedule, slab, part_out, part_lse, layer)
             _launch_merge(part_out, part_lse, state, slab, sinks, other, out, lse)
     return out, lse
 
@@ -143,7 +140,6 @@ def _launch_partial(
     state: TritonState,
     schedule: Schedule,
     slab: Slab,
-    turned: Tensor | None,
     part_out: Tensor,
     part_lse: Tensor,
     layer: dict[str, Any],
@@ -154,10 +150,13 @@ def _launch_partial(
     fields = PROGRAM_FIELDS, WORK_FIELDS
     if (
         schedule.tile.specialized
-        and gluon_attention.takes(pages, layer["window"])
+        and gluon_attention.takes(q, pages, layer["window"])
         and gluon_attention.launch_partial(q, pages, state, slab, part_out, part_lse, layer, fields)
     ):
         return
+    turned = None
+    if schedule.tile.reload_q and layer["cos"] is not None:
+        turned = q.new_empty(len(slab.programs), kv_heads, block_m, padded(q.shape[2]))
     partial_kernel[(kv_heads, len(slab.programs))](
         q=q,
         k=pages.k,

@@ -51,8 +51,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]
     launch = gluon_attention.launch_partial
 
     def counted(*args: Any) -> bool:
+        assert launch(*args), "the kernel is not compiled"
         made.append(tuple(args[4].shape))
-        return launch(*args)
+        return True
 
     monkeypatch.setattr(gluon_attention, "launch_partial", counted)
     yield made
@@ -201,24 +202,34 @@ def test_what_it_does_not_take_runs_on_the_portable_kernel(changes: dict[str, in
 class NotCompiled:
     """A kernel that this Triton does not compile."""
 
-    tried = 0
+    def __init__(self, error: Exception) -> None:
+        self.error, self.tried = error, 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> NotCompiled:
         return self
 
     def __call__(self, **arguments: Any) -> None:
         self.tried += 1
-        raise TritonError("no such operation")
+        raise self.error
 
 
-@pytest.mark.parametrize("reason", ["window", "small pages", "not compiled"])
+FAILURES = {
+    "window": AssertionError(),
+    "small pages": AssertionError(),
+    "not compiled": TritonError("no such operation"),
+    "a pass failed": RuntimeError("PassManager::run failed"),
+    "moved names": AttributeError("no attribute 'warpgroup_mma'"),
+}
+
+
+@pytest.mark.parametrize("reason", FAILURES)
 def test_its_tiles_serve_the_portable_kernel(
     reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, poison_empty: None
 ) -> None:
     """Layers it does not take run from the same tables: here under the interpreter."""
     if torch.cuda.is_available():
         pytest.skip("tested above where there is a GPU")
-    kernel = NotCompiled()
+    kernel = NotCompiled(FAILURES[reason])
     names = {"gl": Mock(), "TensorDescriptor": Mock(), "specialized_partial_kernel": kernel}
     installed = gluon_attention._Installed(SimpleNamespace(**names))  # type: ignore[arg-type]
     monkeypatch.setattr(gluon_attention, "_installed", lambda: installed)
@@ -233,7 +244,28 @@ def test_its_tiles_serve_the_portable_kernel(
     (schedule,) = plan.state.schedules.values()
     assert schedule.tile.specialized
     # tried once, and said so
-    assert kernel.tried == len(caplog.records) == (1 if reason == "not compiled" else 0)
+    tried = not isinstance(kernel.error, AssertionError)
+    assert kernel.tried == len(caplog.records) == tried
+
+
+def test_what_the_device_raises_is_no_reason_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = NotCompiled(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+    names = {"gl": Mock(), "TensorDescriptor": Mock(), "specialized_partial_kernel": kernel}
+    installed = gluon_attention._Installed(SimpleNamespace(**names))  # type: ignore[arg-type]
+    monkeypatch.setattr(gluon_attention, "_installed", lambda: installed)
+    limits = DeviceLimits(16, 227 << 10, specialized=True)
+    monkeypatch.setattr(triton_attention, "device_limits", lambda device: limits)
+    case = build(many_lengths(16), replace(LAYERS["gqa3"], heads=3, kv_heads=1), seed=6)
+    plan = prepare(replace(case.plan, impl="triton"), case.stored_positions)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        segment_attention(case.q, case.pages, plan, **case.arguments())
+
+
+def test_pages_of_another_dtype_are_not_taken() -> None:
+    case = build(many_lengths(16), LAYERS["plain"])
+    assert gluon_attention.takes(case.q, case.pages, None)
+    assert not gluon_attention.takes(case.q.half(), case.pages, None)
+    assert not gluon_attention.takes(case.q, case.pages, 9)
 
 
 def test_parts_are_whole_blocks_of_both_kernels() -> None:
