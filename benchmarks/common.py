@@ -90,6 +90,12 @@ def make_chunk(runtime: Runtime, rng: random.Random, length: int) -> Chunk:
     return Chunk(runtime._parts.keys.chunk_id("", ids), ids, len(runtime.prefix) if runtime.prefix else 0)
 
 
+def forget(runtime: Runtime, chunks: list[Chunk]) -> None:
+    """Take chunks out of the cache."""
+    ids, residency = [chunk.id for chunk in chunks], runtime._engine.residency
+    runtime._engine.call(lambda: residency.drop(ids)).result()
+
+
 def lay_out(runtime: Runtime, chunks: Sequence[Chunk], live: int, rng: random.Random) -> PromptLayout:
     """The encode prefix, the chunks, and random live tokens."""
     builder = LayoutBuilder(runtime.prefix, runtime._engine.pool.page_size)

@@ -64,11 +64,6 @@ def forget_live(runtime: Runtime) -> None:
     runtime._engine.call(runtime._engine.cache.live.forget).result()
 
 
-def forget(runtime: Runtime, chunks: list[Chunk]) -> None:
-    ids, residency = [chunk.id for chunk in chunks], runtime._engine.residency
-    runtime._engine.call(lambda: residency.drop(ids)).result()
-
-
 def check_answers(runtime: Runtime, stock: PreTrainedModel, layouts: list[PromptLayout]) -> float:
     """Largest error against the oracle, as a share of its tolerance; stops the benchmark above 1."""
     worst = 0.0

@@ -40,11 +40,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from benchmarks.common import Timing, finish, lay_out, machine, make_chunk, measure
+from benchmarks.common import Timing, finish, forget, lay_out, machine, make_chunk, measure
 from lazy_rag import PromptLayout, Runtime, SamplingParams
 from lazy_rag.catalog import ChunkRecord
 from lazy_rag.embedder import Embedder
-from lazy_rag.layout import Chunk
 from tests.oracle import oracle_logits
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -235,11 +234,6 @@ def copy_rate() -> float:
     return 2 * source.numel() * 4 / measure(copy, runs=9).median
 
 
-def forget(runtime: Runtime, chunks: list[Chunk]) -> None:
-    ids, residency = [chunk.id for chunk in chunks], runtime._engine.residency
-    runtime._engine.call(lambda: residency.drop(ids)).result()
-
-
 def profile(name: str, work: Callable[[], Any], rows: int = 14) -> None:
     """Where the device time of some work goes, by kernel."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -304,7 +298,7 @@ def stock_prefix_hit(model: PreTrainedModel, layout: PromptLayout) -> Timing:
     def forward() -> None:
         with torch.inference_mode():
             model(input_ids=ids[:, -LIVE:], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache.crop(-LIVE)
+            cache.crop(-LIVE)  # views, no copies
         torch.cuda.synchronize()
 
     return measure(forward, runs=5)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import finish, lay_out, machine, make_chunk
+from benchmarks.common import finish, forget, lay_out, machine, make_chunk
 from lazy_rag import PromptLayout, Runtime, SamplingParams
 from lazy_rag.requests import Completion, Request, Ticket
 from tests.oracle import oracle_logits, tolerance
@@ -112,8 +112,7 @@ class Load:
         return made
 
     def empty(self) -> None:
-        ids, residency = [document.id for document in self.documents], self.engine.residency
-        self.engine.call(lambda: residency.drop(ids)).result()
+        forget(self.runtime, self.documents)
 
     def fill(self) -> float:
         """Encode what is missing; seconds."""
