@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from benchmarks.common import Timing, finish, host_rates, machine, measure
+from benchmarks.common import Timing, finish, forget, host_rates, machine, measure
 from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
 from lazy_rag.layout import Chunk
 from lazy_rag.loading import load_model
