@@ -1,7 +1,7 @@
 """Who runs in the next step, who is admitted next, and who gives way. Plain Python: no tensors, no pages, no model.
 
-A step is one forward pass. While requests decode, one that holds other work too has `rows // 8` rows in all, or more when
-over half of those decode. So the time between two tokens of a stream is that of such a pass, whatever arrives:
+A step is one forward pass. While requests decode, one that holds other work too has `rows // 8` rows in all, or more
+when over half of those decode. So the time between two tokens of a stream is that of such a pass, whatever arrives:
 
     decoding requests   one row each, always
     prompts             live tokens of requests whose chunks are resident; a long one leaves room for those behind it
