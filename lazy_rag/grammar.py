@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lazy_rag.errors import ConfigError, EngineError, MissingExtraError
@@ -82,6 +83,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: Any = None
         self._closers: dict[str, Any] = {}
+        self._kinds: TokenKinds | None = None
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._held: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
 
@@ -108,7 +110,8 @@ class Grammars:
     def _fresh(self, compiled: Compiled, sampling: SamplingParams) -> Constraint:
         with self._lock:
             matcher = compiled.prototype.deep_copy()
-        return Constraint(matcher, self._tokenizer, self._closers, sampling.max_tokens, self._end_ids)
+        assert self._kinds is not None
+        return Constraint(matcher, self._tokenizer, self._closers, self._kinds, sampling.max_tokens, self._end_ids)
 
     def _compile_once(self, sampling: SamplingParams) -> Compiled | None:
         text = grammar_text(sampling)
@@ -138,6 +141,7 @@ class Grammars:
             raise ConfigError("json_schema, regex and grammar need a token that ends an answer; the model has none")
         size = max(self._vocab, backend.get_vocab_size(with_added_tokens=True))
         self._tokenizer = library().LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._end_ids)
+        self._kinds = TokenKinds(self._tokenizer, size, self._end_ids)
         singles = {text: self._tokenizer.tokenize_str(text) for text in '}]"0:,\\'}
         self._closers = {text: ids[0] if len(ids) == 1 else None for text, ids in singles.items()}
 
@@ -149,6 +153,19 @@ class Grammars:
         return llguidance.LLMatcher(self._tokenizer, text)
 
 
+class TokenKinds:
+    """What the search for an end asks of every token, looked up once: decoding them all again for each token of an
+    answer would hold up the engine for seconds."""
+
+    def __init__(self, tokenizer: Any, size: int, end_ids: Iterable[int]) -> None:
+        texts = [tokenizer.decode_bytes([token]).decode("utf-8", "replace") for token in range(size)]
+        self.lengths = np.array([len(text) for text in texts])
+        self.blank = np.array([not text.strip() for text in texts])
+        self.kinds = np.array([_KINDS.index(_kind(text)) for text in texts])
+        self.ends = np.zeros(size, dtype=bool)
+        self.ends[list(end_ids)] = True
+
+
 class Constraint:
     """Where one answer stands in its grammar. Used by one thread.
 
@@ -158,11 +175,18 @@ class Constraint:
     """
 
     def __init__(
-        self, matcher: Any, tokenizer: Any, closers: dict[str, Any], budget: int, end_ids: Iterable[int]
+        self,
+        matcher: Any,
+        tokenizer: Any,
+        closers: dict[str, Any],
+        kinds: TokenKinds,
+        budget: int,
+        end_ids: Iterable[int],
     ) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._closers = closers
+        self._kinds = kinds
         self._left = budget
         self._end_ids = frozenset(end_ids)
         self._taken = 0
@@ -200,13 +224,14 @@ class Constraint:
         after = self._after(self._matcher, [token])
         if token not in self._end_ids and self._must_check(token):
             end = self._shortest(after, self._left)
+            self._checked, self._since = (0 if end is None else len(end)), 0
             if end is None:
                 way = self._shortest(self._matcher, self._left + 1)
                 if way == []:  # complete as it stands: what would go on could not be completed
                     way = self._ending()
-                if way:
+                if way:  # else no end is in sight, and another search would hardly find one: not after every token
                     token, after = way[0], self._after(self._matcher, way[:1])
-            self._checked, self._since = (self._left if end is None else len(end)), 0
+                    self._checked = self._left  # nothing longer than this way fits: every token is looked at
         self._matcher = after
         return token
 
@@ -260,41 +285,37 @@ class Constraint:
             token = self._closers[text]
             return token is not None and matcher.validate_tokens([token]) == 1
 
-        # only in the middle of a string may a backslash stand; brackets would be part of it there
-        for text in '"0,:' if allowed("\\") else '}]"0:,':
+        # Only in the middle of a string may a backslash stand; brackets would be part of it there. A zero comes last:
+        # it begins a number, but where a comma may stand it would only make one longer.
+        for text in '"0,:' if allowed("\\") else '}]":,0':
             if allowed(text):
                 return [self._closers[text]]
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-        texts = {token: self._tokenizer.decode_bytes([token]) for token in tokens}
-        worth = [token for token in tokens if texts[token].strip()] or tokens
-        worth.sort(key=lambda token: len(texts[token]))
-        for token in worth[:64]:
-            after = matcher.deep_copy()
-            if after.consume_token(token) and after.is_accepting():
-                return [token]
-        return worth[:1]
+        tokens = self._allowed(matcher)
+        worth = tokens[~self._kinds.blank[tokens]]
+        worth = worth if len(worth) else tokens
+        return self._accepting(matcher, worth[np.argsort(self._kinds.lengths[worth], kind="stable")][:64].tolist())
 
     def _changing(self, matcher: Any, way: Sequence[int]) -> list[int]:
         """One token of the kind that `way` has least of: after a run of digits or letters comes what may end it."""
+        tokens = self._allowed(matcher)
+        tokens = tokens[~self._kinds.ends[tokens]]
+        kinds = self._kinds.kinds[tokens]
+        seen = np.bincount(self._kinds.kinds[list(way)], minlength=len(_KINDS)) if way else np.zeros(len(_KINDS))
+        # from the last key to the first
+        order = np.lexsort((self._kinds.lengths[tokens], np.isin(tokens, list(way)), kinds, seen[kinds]))
+        return self._accepting(matcher, tokens[order][:96].tolist())
+
+    def _allowed(self, matcher: Any) -> NDArray[np.intp]:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-        texts = {token: self._text(token) for token in tokens if token not in self._end_ids}
-        kinds = Counter(_kind(self._text(token)) for token in way)
+        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: len(self._kinds.kinds)])
 
-        def rank(token: int) -> tuple[int, int, bool, int]:
-            kind = _kind(texts[token])
-            return kinds[kind], _KINDS.index(kind), token in way, len(texts[token])
-
-        ranked = sorted(texts, key=rank)
-        for token in ranked[:96]:
+    def _accepting(self, matcher: Any, tokens: list[int]) -> list[int]:
+        """The first of the tokens after which the grammar is satisfied, else the first."""
+        for token in tokens:
             after = matcher.deep_copy()
             if after.consume_token(token) and after.is_accepting():
                 return [token]
-        return ranked[:1]
-
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode_bytes([token]).decode("utf-8", "replace"))
+        return tokens[:1]
 
 
 # of characters; what ends a run comes before what goes on with it

@@ -87,6 +87,52 @@ def test_the_budget_is_kept_and_the_object_complete(runtime: Runtime, max_tokens
         check_person(answer.json())
 
 
+NUMBERS = {
+    "integer first": {"a": {"type": "integer"}, "b": {"type": "string"}},
+    "float": {"a": {"type": "number"}, "b": {"type": "boolean"}},
+    "bounds": {"a": {"type": "integer", "minimum": 1000, "maximum": 99999999}, "b": {"type": "integer"}},
+    "array": {"a": {"type": "array", "items": {"type": "number"}, "minItems": 3}, "b": {"type": "null"}},
+    "nested": {
+        "a": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        "b": {"enum": [1]},
+    },
+}
+LIKES = {"digits": "0123456789", "digits and points": "0123456789.e-", "letters": "abcdefgh ", "spaces": " \n"}
+
+
+@pytest.mark.parametrize("likes", LIKES)
+@pytest.mark.parametrize("properties", NUMBERS)
+def test_a_model_that_never_stops_is_brought_to_an_end(runtime: Runtime, properties: str, likes: str) -> None:
+    """With every budget, whatever kind of character it goes on with for ever; and the search for an end is no burden."""
+    schema = {
+        "type": "object",
+        "properties": NUMBERS[properties],
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    grammars = runtime._engine.admission._constraint.__self__  # type: ignore[attr-defined]
+    backend = runtime._parts.tokens.content_backend
+    wanted = {i for c in LIKES[likes] for i in backend.encode(c, add_special_tokens=False).ids}
+    assert wanted
+    ends = set(grammars._end_ids)
+    for budget in (24, 31, 40, 64, 100):
+        sampling = SamplingParams(max_tokens=budget, temperature=0, json_schema=schema).resolve(None)
+        try:
+            grammars.require(sampling)
+        except ConfigError:
+            continue
+        constraint, taken = grammars.constraint(sampling), []
+        generator = torch.Generator().manual_seed(budget)
+        while not constraint.finished and len(taken) < budget:
+            logits = torch.rand(grammars._vocab, generator=generator)
+            logits[list(wanted)] += 10
+            token = constraint.take(int(constraint.mask(logits).argmax()))
+            taken.append(token)
+        text = runtime.tokenizer.decode([token for token in taken if token not in ends])
+        value = json.loads(text)
+        assert set(value) == {"a", "b"}, text
+
+
 def test_a_budget_no_answer_fits_is_refused_with_the_needed_number(runtime: Runtime) -> None:
     with pytest.raises(ConfigError, match=r"max_tokens=10 is too small: what the grammar asks for takes \d+ tokens"):
         runtime.generate("Who?", sampling=SamplingParams(json_schema=PERSON, max_tokens=10))
