@@ -103,13 +103,9 @@ LIKES = {"digits": "0123456789", "digits and points": "0123456789.e-", "letters"
 @pytest.mark.parametrize("likes", LIKES)
 @pytest.mark.parametrize("properties", NUMBERS)
 def test_a_model_that_never_stops_is_brought_to_an_end(runtime: Runtime, properties: str, likes: str) -> None:
-    """With every budget, whatever kind of character it goes on with for ever; and the search for an end is no burden."""
-    schema = {
-        "type": "object",
-        "properties": NUMBERS[properties],
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
+    """With every budget, whatever kind of character it goes on with for ever."""
+    fields = {"properties": NUMBERS[properties], "required": ["a", "b"], "additionalProperties": False}
+    schema = {"type": "object"} | fields
     grammars = runtime._engine.admission._constraint.__self__  # type: ignore[attr-defined]
     backend = runtime._parts.tokens.content_backend
     wanted = {i for c in LIKES[likes] for i in backend.encode(c, add_special_tokens=False).ids}
