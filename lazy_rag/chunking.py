@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from lazy_rag.catalog import ChunkRecord
 from lazy_rag.documents import Document
@@ -33,6 +34,7 @@ class Chunker:
         self._separator = tokens.content(separator)
         self._base = base
         self._max_tokens = max_tokens
+        self._made: WeakValueDictionary[int, Chunk] = WeakValueDictionary()  # by address
 
     def record(self, text: str, namespace: str) -> ChunkRecord:
         """The chunk of a text, as the catalog stores it."""
@@ -49,9 +51,15 @@ class Chunker:
             )
         return ChunkRecord(self._keys.chunk_id(namespace, token_ids), namespace, stripped, token_ids)
 
-    def chunk(self, record: ChunkRecord, as_of: int = 0) -> Chunk:
+    def chunk(self, record: ChunkRecord, as_of: int) -> Chunk:
         """`as_of`: `Residency.deletions` from before the record was read or written."""
-        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace, as_of)
+        chunk = Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace, as_of)
+        self._made[id(chunk)] = chunk
+        return chunk
+
+    def made(self, chunk: object) -> bool:
+        """Is it an object that `chunk` gave, and not one that is equal to it or says so?"""
+        return chunk is not None and self._made.get(id(chunk)) is chunk
 
     def text_tokens(self, record: ChunkRecord) -> int:
         """How many of a chunk's tokens are its text; the others are the separator."""

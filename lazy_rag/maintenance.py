@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 
 from lazy_rag.arguments import checked_keywords
+from lazy_rag.catalog import CATALOG_FILE, require_catalog
 from lazy_rag.errors import ConfigError, StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.records import KVRecords, remove
-from lazy_rag.retriever import Retriever, require_catalog
+from lazy_rag.retriever import INDEX_FILE, Retriever
 from lazy_rag.store import Manifest, read_manifest, read_warm
 
 
@@ -155,7 +156,7 @@ def stats(folder: str | Path) -> StoreStats:
             quarantined=len(set_aside),
             quarantined_bytes=sum(set_aside),
             abandoned=len(store.records.abandoned()),
-            index_bytes=sum(_size(store.folder / name) for name in ("catalog.sqlite", "index.faiss")),
+            index_bytes=sum(_size(store.folder / name) for name in (CATALOG_FILE, INDEX_FILE)),
         )
 
 

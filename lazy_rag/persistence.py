@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lazy_rag.building import Parts, Settings
+from lazy_rag.catalog import require_catalog
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.locks import lock_folder, unlock
 from lazy_rag.progress import progress_bar
 from lazy_rag.records import KVRecords
-from lazy_rag.retriever import Retriever, require_catalog
+from lazy_rag.retriever import Retriever
 from lazy_rag.store import (
     Manifest,
     open_folder,
@@ -188,7 +189,8 @@ def _held(parts: Parts, retriever: Retriever) -> set[ChunkId]:
 
 
 def _chunks(parts: Parts, retriever: Retriever, ids: set[ChunkId]) -> list[Chunk]:
-    return [parts.chunker.chunk(record) for record in retriever.records(sorted(ids)).values()]
+    as_of = parts.engine.residency.deletions
+    return [parts.chunker.chunk(record, as_of) for record in retriever.records(sorted(ids)).values()]
 
 
 def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str]:

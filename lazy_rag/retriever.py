@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazy_rag.anchoring import Anchors
+from lazy_rag.arguments import check_namespace
 from lazy_rag.catalog import (
+    CATALOG_FILE,
     MAX_PARAMETERS,
     Catalog,
     Change,
@@ -31,7 +33,6 @@ from lazy_rag.catalog import (
     Hit,
     MissingVectors,
     Written,
-    check_namespace,
     compile_filter,
     encode_metadata,
 )
@@ -42,7 +43,6 @@ from lazy_rag.owner import OwnerThread
 
 __all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
 
-CATALOG_FILE = "catalog.sqlite"
 INDEX_FILE = "index.faiss"
 
 if TYPE_CHECKING:  # torch takes a second to import, and FAISS alone does without
@@ -710,22 +710,6 @@ def _checked_ids(ids: Any) -> list[str]:
         if not isinstance(item, str):
             raise UnknownChunkError(f"{item!r} is no id: document and chunk ids are strings")
     return listed
-
-
-def require_catalog(directory: Path) -> None:
-    """Raises StoreError when a store's catalog is missing or empty. Opening it would make a new one, and then nothing
-    else in the store would be held by any document."""
-    path = directory / CATALOG_FILE
-    try:
-        if path.stat().st_size:
-            return
-        what = "is empty"
-    except OSError as error:
-        what = f"cannot be read ({error.strerror})"
-    raise StoreError(
-        f"{str(path)!r} {what}, and without it nothing tells which documents the store holds. Nothing was changed: "
-        "bring the file back from a copy, or add the documents again in a new folder"
-    )
 
 
 def _make_folder(directory: Path) -> None:

@@ -28,9 +28,8 @@ from transformers import PreTrainedModel
 
 from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
-from lazy_rag.arguments import checked_keywords
+from lazy_rag.arguments import check_namespace, checked_keywords
 from lazy_rag.building import Settings, build, known_ttl
-from lazy_rag.catalog import check_namespace
 from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
@@ -46,7 +45,7 @@ from lazy_rag.errors import (
 from lazy_rag.explain import explain_layout
 from lazy_rag.forks import Home
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, PromptLayout, known_repair, require_sound
+from lazy_rag.layout import Chunk, PromptLayout, known_repair
 from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import (
@@ -72,6 +71,7 @@ from lazy_rag.preparing import (
 from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
+from lazy_rag.soundness import require_layout, require_sound
 from lazy_rag.stats import Occupancy, Stats, snapshot
 from lazy_rag.store import change_warm, read_warm
 from lazy_rag.tools import CallFilter
@@ -483,7 +483,7 @@ class Runtime:
 
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
-        prepared = self._prepared.request(require_sound(layout), (), {})
+        prepared = self._prepared.request(require_layout(layout), (), {})
         ticket = self._engine.submit(prepared.layout, replace(prepared.sampling, n=1), wants_logits=True)
         logits = streaming.run(lambda _: ticket).logits
         assert logits is not None
