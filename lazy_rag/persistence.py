@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lazy_rag.building import Parts, Settings
 from lazy_rag.catalog import require_catalog
 from lazy_rag.errors import StoreError
@@ -18,6 +20,7 @@ from lazy_rag.records import KVRecords
 from lazy_rag.retriever import Retriever
 from lazy_rag.store import (
     Manifest,
+    as_path,
     open_folder,
     read_manifest,
     require_same_space,
@@ -33,7 +36,7 @@ class OpenStore:
     """
 
     def __init__(self, folder: str | Path, *, alone: bool = False) -> None:
-        self.folder = open_folder(_as_path(folder))
+        self.folder = open_folder(folder)
         self._lock = lock_folder(self.folder, alone=alone)
         try:
             self.manifest = read_manifest(self.folder)
@@ -86,14 +89,8 @@ def _state(folder: Path) -> tuple[Any, ...]:
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items()))
 
 
-def _as_path(folder: Any) -> Path:
-    if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
-        raise StoreError(f"{folder!r} is no path of a folder")
-    return Path(folder)
-
-
 def same_folder(a: str | Path, b: Path) -> bool:
-    return _as_path(a).resolve() == b.resolve()
+    return as_path(a).resolve() == b.resolve()
 
 
 def make_manifest(
@@ -128,7 +125,7 @@ def make_manifest(
 
 def load_arguments(directory: str | Path, model: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Arguments for a Runtime over an existing store; `model` and `options` override what is stored."""
-    folder = _as_path(directory)
+    folder = as_path(directory)
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:
         raise StoreError(f"there is no store in {str(folder)!r}")
@@ -147,7 +144,7 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     """Write catalog, index and the KV of every resident chunk a document holds; drop records of chunks no longer held.
 
     The engine only copies pages; what is deleted while they are written gets no name (`KVRecords.keep`), or, in a copy
-    of the store, is dropped at the end.
+    of the store, is dropped at the end. Raises StoreError when a record cannot be written; the others are.
     """
     engine, own = parts.engine, parts.records
     if own is not None and own.folder != target.folder:
@@ -156,6 +153,14 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     retriever.save(target.folder)
     resident = engine.call(engine.residency.in_memory).result()
     engine.residency.tiers.flush()
+    failures: list[StoreError] = []
+
+    def keep(chunk: Chunk, pages: Tensor, age: float) -> None:
+        try:
+            records.save(chunk, pages, age)
+        except StoreError as error:
+            failures.append(error)
+
     held = _held(parts, retriever)
     kept = [c for c in resident if c.id in held]
     with progress_bar(len(kept), "save", "chunk", disable=not progress) as bar:
@@ -163,16 +168,18 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
             if not records.path(chunk.id).is_file():
                 copy = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
                 if copy is not None:
-                    records.save(chunk, *copy)
+                    keep(chunk, *copy)
             bar.update()
     # evicted chunks of this runtime's own store belong to a copy too
     if parts.records is not None and own is None:
         for chunk in _chunks(parts, retriever, held):
             record = parts.records.load(chunk)
             if record is not None:
-                records.save(chunk, record.pages, record.age)
+                keep(chunk, record.pages, record.age)
     written = records.ids()  # before asking what is held: another process may add a chunk and its record in between
     records.delete(set(written) - _held(parts, retriever))
+    if failures:
+        raise failures[0]
     target.write_manifest(manifest)
 
 

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,13 +48,25 @@ class Loaded(NamedTuple):
     age: float
 
 
-class Found(NamedTuple):
+@dataclass
+class Found:
     """What lies under `kv`: records in their own place, what is neither that nor being written, and folders that cannot
     be listed, in words."""
 
-    records: list[ChunkId]
-    strays: list[Path]
-    unlisted: list[str]
+    records: list[ChunkId] = field(default_factory=list)
+    strays: list[Path] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+
+    def entries(self, folder: Path) -> list[Path]:
+        """What is in a folder; one that cannot be listed is noted."""
+        try:
+            return sorted(folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            words = f"cannot be listed ({error.strerror}): make it a readable folder again"
+            self.unlisted.append(f"{str(folder)!r} {words}")
+            return []
 
 
 class KVRecords:
@@ -280,12 +293,12 @@ class KVRecords:
 
     def look(self) -> Found:
         """Everything that lies under `kv`. Never raises."""
-        found = Found([], [], [])
-        for folder in _entries(self.folder / "kv", found):
+        found = Found()
+        for folder in found.entries(self.folder / "kv"):
             if not os.path.isdir(folder):
                 found.strays.append(folder)
                 continue
-            for path in _entries(folder, found):
+            for path in found.entries(folder):
                 chunk_id = ChunkId(path.name.removesuffix(".safetensors"))
                 if path.name.startswith(TEMPORARY) and os.path.isfile(path):
                     continue
@@ -295,16 +308,6 @@ class KVRecords:
                     found.strays.append(path)
         found.records.sort()
         return found
-
-
-def _entries(folder: Path, found: Found) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        found.unlisted.append(f"{str(folder)!r} cannot be listed ({error.strerror}): make it a readable folder again")
-        return []
 
 
 def remove(path: Path) -> None:

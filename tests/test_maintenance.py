@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from lazy_rag import SamplingParams, maintenance
+from lazy_rag import Runtime, SamplingParams, maintenance
 from lazy_rag.errors import ConfigError, StoreError
 from lazy_rag.records import KVRecords
-from lazy_rag.store import change_warm, read_warm
+from lazy_rag.retriever import Retriever
+from lazy_rag.store import change_warm, read_manifest, read_warm
 from tests.fixtures import make_runtime
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
@@ -334,12 +335,42 @@ def test_a_warm_list_may_name_what_is_not_there(store: Path) -> None:
         assert rt.check() == []
 
 
+def test_verify_looks_once_and_tells_nothing_of_what_went_meanwhile(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes a document, and its record, while the records are read."""
+    looks, look, check = [], KVRecords.look, KVRecords.problem
+    monkeypatch.setattr(KVRecords, "look", lambda self: looks.append(None) or look(self))  # type: ignore[func-returns-value]
+
+    def deleting(self: KVRecords, chunk_id: Any, token_ids: Any) -> str | None:
+        found = check(self, chunk_id, token_ids)
+        if token_ids is None:  # the encode prefix, which no document holds
+            return found
+        monkeypatch.setattr(KVRecords, "problem", check)
+        with Retriever(None, store, read_manifest(store).key_space) as other:  # type: ignore[union-attr]
+            other.delete([chunk_id], namespace="")
+        self.delete([chunk_id])
+        return found
+
+    monkeypatch.setattr(KVRecords, "problem", deleting)
+    before = len(records(store).ids())
+    looks.clear()
+    assert maintenance.verify(store) == []
+    assert len(looks) == 1
+    assert len(records(store).ids()) == before - 1
+
+
 # arguments
 
 
-@pytest.mark.parametrize("folder", [None, 5, b"bytes", "", "a\0b", ["list"], "no/such/place"])
+class PathOfBytes:
+    def __fspath__(self) -> bytes:
+        return b"bytes"
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"bytes", "", "a\0b", ["list"], "no/such/place", PathOfBytes()])
 def test_folders_that_are_none(folder: Any) -> None:
-    for call in (maintenance.verify, maintenance.stats, maintenance.collect):
+    for call in (maintenance.verify, maintenance.stats, maintenance.collect, Runtime.load):
         with pytest.raises(StoreError, match=r"no store in|no path"):
             call(folder)
 
