@@ -290,6 +290,11 @@ class Admission:
         holders = [r for r in lower if any(e.chunk.namespace in short and e not in staying for e in r.leases)]
         return gives_way(holders or lower)
 
+    def waits_for_quota(self, request: Request) -> bool:
+        """Does a waiting request lack only what others of its namespaces hold? Then it need not hold up the rest."""
+        layout = request.layout
+        return self._cache.waits_for_quota([layout.chunks[i] for i in {s.chunk_id for s in layout.segments}])
+
     def private_pages(self) -> list[int]:
         """The unshared live pages of running requests, for `check`."""
         return [page for request in self.running for page in request.pages]

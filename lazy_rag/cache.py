@@ -267,7 +267,7 @@ class ChunkCache:
         }
 
     def over_quota(self, chunks: Iterable[Chunk], staying: Collection[CachedChunk]) -> set[str]:
-        """Namespaces whose quota does not hold these chunks and the entries that stay."""
+        """Namespaces that have a quota which does not hold these chunks and the entries that stay."""
         there = {entry.chunk.id for entry in staying if not entry.discarded}
         sizes: Counter[str] = Counter()
         for entry in staying:
@@ -275,7 +275,23 @@ class ChunkCache:
         wanted = [chunk for chunk in chunks if chunk.id not in there]
         for chunk in wanted:
             sizes[chunk.namespace] += self.pool.pages_for(len(chunk))
-        return {c.namespace for c in wanted if sizes[c.namespace] > self._quotas.get(c.namespace, self.pool.num_pages)}
+        limits = self._quotas
+        return {c.namespace for c in wanted if c.namespace in limits and sizes[c.namespace] > limits[c.namespace]}
+
+    def waits_for_quota(self, chunks: Collection[Chunk]) -> bool:
+        """Is it a quota that does not hold these chunks? Raises CacheFullError when only pins fill it: nothing that
+        ends will help."""
+        if not self._over_quota(chunks):
+            return False  # without a look at all entries
+        staying = self.staying()
+        short = self.over_quota(chunks, staying)
+        held = {e.chunk.namespace for e in staying if e.leases or not (e.published or e.discarded)}
+        if short - held:
+            raise CacheFullError(
+                f"the request's chunks do not fit into the quota of namespace {min(short - held)!r} beside its pinned "
+                "chunks: unpin some, raise the quota, or use fewer"
+            )
+        return bool(short)
 
     def require_quota(self, chunks: Iterable[Chunk]) -> None:
         """Raises CacheFullError when a namespace's quota can never hold these chunks at once."""

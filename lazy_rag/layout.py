@@ -105,6 +105,12 @@ class PromptLayout:
     def live_runs(self) -> tuple[LiveRun, ...]:
         return tuple(item for item in self.items if isinstance(item, LiveRun))
 
+    @cached_property
+    def namespaces(self) -> frozenset[str]:
+        """Of the chunks it uses, without the encode prefix."""
+        ids = {segment.chunk_id for segment in self.segments} - {None if self.prefix is None else self.prefix.id}
+        return frozenset(self.chunks[chunk_id].namespace for chunk_id in ids)
+
     @property
     def offsets(self) -> tuple[int, ...]:
         """Absolute position of the first token of each segment."""
