@@ -49,6 +49,7 @@ class CachedChunk:
     pinned_until: float = -math.inf
     born: float = 0.0
     leases: int = 0
+    pinning: int = 0  # how many jobs will pin it when all their chunks are here
     promoted_from: str | None = None  # brought here for a request still being prepared, whose receipt will say so
 
     def __post_init__(self) -> None:
@@ -196,6 +197,11 @@ class ChunkCache:
                 self._published[chunk_id].pinned_until = -math.inf
         self._due = -math.inf
 
+    def held_here(self, chunk_ids: Iterable[str], namespace: str) -> list[ChunkId]:
+        """Those of them that are published, of a namespace."""
+        found = (self._published.get(ChunkId(i)) for i in chunk_ids)
+        return [entry.chunk.id for entry in found if entry is not None and entry.chunk.namespace == namespace]
+
     def is_pinned(self, entry: CachedChunk) -> bool:
         return self.clock() < entry.pinned_until
 
@@ -312,7 +318,9 @@ class ChunkCache:
                 )
 
     def _expired(self, entry: CachedChunk) -> bool:
-        return self.ttl is not None and self.clock() - entry.born >= self.ttl and not self.is_pinned(entry)
+        if self.ttl is None or self.clock() - entry.born < self.ttl:
+            return False
+        return not (self.is_pinned(entry) or entry.pinning)
 
     def drop_expired(self) -> None:
         """Live text goes `ttl` seconds after the oldest KV behind it was computed; chunks that are pinned stay."""

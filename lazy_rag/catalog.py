@@ -565,7 +565,9 @@ def _token_bytes(record: ChunkRecord) -> bytes:
 
 
 def _tokens(data: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+    """Damaged ones need no words here: they do not give the chunk's id (`Chunker.sound`)."""
+    whole = isinstance(data, bytes) and len(data) % 4 == 0
+    return tuple(np.frombuffer(data, dtype="<i4").tolist()) if whole else ()
 
 
 # Metadata and filters. Keys are percent-encoded in the stored JSON: SQLite versions disagree on quotes in JSON paths.

@@ -171,7 +171,7 @@ class Engine:
         """Bring chunks into the cache; the job's future gives how many of them are resident at its end."""
         queued = deque(chunks)
         job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued), ttl)
-        self._put(lambda: self.residency.jobs.append(job))
+        self._put(lambda: self.residency.start(job))
         return job
 
     def promote(self, chunks: list[Chunk]) -> None:

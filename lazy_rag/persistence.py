@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lazy_rag.building import Parts, Settings
 from lazy_rag.catalog import require_catalog
+from lazy_rag.chunking import damaged
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
@@ -196,13 +197,18 @@ def _held(parts: Parts, retriever: Retriever) -> set[ChunkId]:
 
 
 def _chunks(parts: Parts, retriever: Retriever, ids: set[ChunkId]) -> list[Chunk]:
-    as_of = parts.engine.residency.deletions
-    return [parts.chunker.chunk(record, as_of) for record in retriever.records(sorted(ids)).values()]
+    """Without those that the catalog does not tell rightly."""
+    as_of, chunker = parts.engine.residency.deletions, parts.chunker
+    records = retriever.records(sorted(ids)).values()
+    return [chunker.chunk(record, as_of) for record in records if chunker.sound(record)]
 
 
 def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str]:
     """See `Runtime.check_store`. Chunks added or deleted meanwhile are no problem."""
     problems = retriever.check(repair=repair)
+    told = retriever.records(retriever.chunk_ids()).values()
+    wrong = {ChunkId(r.chunk_id): damaged(r) for r in told if not parts.chunker.sound(r)}
+    problems += [f"{words}: delete it and add its text again" for words in wrong.values()]
     records = parts.records
     if records is None:
         return problems
@@ -214,7 +220,7 @@ def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str
         if chunk_id in chunks:
             if records.load(chunks[chunk_id]) is None and chunk_id in records.quarantined:
                 problems.append(f"the record of chunk {chunk_id} was bad; set aside, it will be computed again")
-        elif records.path(chunk_id).exists() and chunk_id not in _held(parts, retriever):
+        elif chunk_id not in wrong and records.path(chunk_id).exists() and chunk_id not in _held(parts, retriever):
             problems.append(f"a record is there for chunk {chunk_id}, which no document holds")
             if repair:
                 records.delete([chunk_id])

@@ -182,19 +182,24 @@ class KVRecords:
         Args:
             token_ids: what the catalog says the chunk is; None: not known there.
 
-        Raises StoreError when the record cannot be read, which says nothing about it.
+        Raises StoreError when the record cannot be read, which says nothing about it, or the catalog contradicts it.
         """
         path = self.path(chunk_id)
         try:
             header, pages, tokens = _parts(path)
             self._require(header, chunk_id)
-            if token_ids is not None and tuple(tokens.tolist()) != token_ids:
-                raise _BadRecord("token ids differ")
             _require_checksum(header, pages, tokens)
+            if token_ids is not None and tuple(tokens.tolist()) != token_ids:
+                raise StoreError(
+                    f"the catalog and the record of chunk {chunk_id} hold different token ids; the record's checksum "
+                    "is sound, so the catalog is damaged: delete the chunk and add its text again"
+                )
         except (FileNotFoundError, NotADirectoryError):
             return None
         except _BAD as error:
             return _words(error)
+        except StoreError:
+            raise
         except Exception as error:  # no memory, no file handle, no permission
             raise StoreError(f"the record of chunk {chunk_id} cannot be read: {error!r}") from error
         return None

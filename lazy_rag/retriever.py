@@ -169,6 +169,8 @@ class VectorIndex:
             self._faiss.write_index(self._index, str(temporary))
             digest = file_digest(temporary)
             _fsync(temporary)
+            if path.is_dir() and not path.is_symlink():  # nothing of ours; the index is made from the catalog
+                _set_aside(path)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -710,6 +712,12 @@ def _checked_ids(ids: Any) -> list[str]:
         if not isinstance(item, str):
             raise UnknownChunkError(f"{item!r} is no id: document and chunk ids are strings")
     return listed
+
+
+def _set_aside(path: Path) -> None:
+    quarantine = path.parent / "quarantine"
+    quarantine.mkdir(mode=0o700, exist_ok=True)
+    os.replace(path, quarantine / f"stray-{secrets.token_hex(4)}-{path.name}")
 
 
 def _make_folder(directory: Path) -> None:

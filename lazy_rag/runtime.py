@@ -520,9 +520,18 @@ class Runtime:
 
     @checked_keywords()
     def unpin(self, ids: Iterable[str], *, namespace: str | None = None) -> None:
-        """Let chunks be evicted again."""
-        chunks = [c.id for c in self._chunks(ids, namespace)]
-        self._engine.call(lambda: self._engine.cache.unpin(chunks)).result()
+        """Let chunks be evicted again, also those that another runtime of the store has deleted."""
+        listed = list(_listed(ids, "ids"))
+        here = self._in_memory(listed, namespace)
+        self._chunks([i for i in listed if i not in here], namespace)  # unknown ones are refused
+        self._engine.call(lambda: self._engine.cache.unpin(here)).result()
+
+    def _in_memory(self, ids: Sequence[str], namespace: str | None) -> list[ChunkId]:
+        """Those ids of chunks in memory, whether or not the store still holds them; never the encode prefix."""
+        self._require_open()
+        own = None if self.prefix is None else self.prefix.id
+        space, texts = self._preparer.space(namespace), [i for i in ids if isinstance(i, str) and i != own]
+        return self._engine.call(lambda: self._engine.cache.held_here(texts, space)).result()
 
     @checked_keywords()
     def warm(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
@@ -542,9 +551,10 @@ class Runtime:
         except StoreError as error:
             _log.warning("nothing is loaded ahead: %s", error)
             return
-        as_of, records = self._preparer.as_of, self._retriever.records(listed)
+        as_of, chunker = self._preparer.as_of, self._parts.chunker
+        records = [record for record in self._retriever.records(listed).values() if chunker.sound(record)]
         if records:
-            self._engine.encode([self._parts.chunker.chunk(record, as_of) for record in records.values()], evict=False)
+            self._engine.encode([chunker.chunk(record, as_of) for record in records], evict=False)
 
     def _chunks(self, ids: Iterable[str], namespace: str | None) -> list[Chunk]:
         """Without repetitions. Raises UnknownChunkError."""
@@ -554,7 +564,8 @@ class Runtime:
     def delete(self, ids: Sequence[str], *, missing_ok: bool = False, namespace: str | None = None) -> None:
         """Delete documents or chunks by id: vector, text and KV, in memory and on disk.
 
-        Raises UnknownChunkError, with nothing deleted, for an id that is not there; `missing_ok` passes over those.
+        Raises UnknownChunkError, with nothing deleted, for an id that is not there; `missing_ok` passes over those, and
+        drops what this runtime has in memory of chunks that another one deleted, pinned or not.
         """
         self._require_open()
         gone = list(_listed(ids, "ids"))
@@ -562,7 +573,7 @@ class Runtime:
             raise UnknownChunkError("document and chunk ids are strings")
         space = self._preparer.space(namespace)
         removed = self._retriever.delete(gone, namespace=space, missing_ok=missing_ok).removed
-        self._forget(removed)
+        self._forget([*removed, *(self._in_memory(gone, namespace) if missing_ok else ())])
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
         self._preparer.remembered.forget(chunk_ids)
