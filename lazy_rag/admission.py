@@ -223,13 +223,17 @@ class Admission:
         keys, sequence = request.keys, request.sequence
         if keys is None or sequence is None or request.epoch != self._live.epoch:
             return
-        while request.published < min(computed // self._pool.page_size, len(keys.keys)):
-            page = sequence.pages[request.published]
-            live = self._live.publish(keys.keys[request.published], page, self._born(request))
+        full = min(computed // self._pool.page_size, len(keys.keys))
+        if request.published >= full:
+            return
+        born = self._born(request)  # once: it looks at all pages the request has, and all streams wait for it
+        for index in range(request.published, full):
+            page = sequence.pages[index]
+            live = self._live.publish(keys.keys[index], page, born)
             if live is not None:
                 request.pages.remove(page)
                 request.live.append(live)
-            request.published += 1
+        request.published = full
 
     def _born(self, request: Request) -> float:
         """When the oldest KV was computed that a live page of a request may depend on; the encode prefix has no age."""
@@ -285,6 +289,11 @@ class Admission:
         short = self._cache.over_quota(chunks, self._cache.staying())
         holders = [r for r in lower if any(e.chunk.namespace in short and e not in staying for e in r.leases)]
         return gives_way(holders or lower)
+
+    def waits_for_quota(self, request: Request) -> bool:
+        """Does a waiting request lack only what others of its namespaces hold? Then it need not hold up the rest."""
+        layout = request.layout
+        return self._cache.waits_for_quota([layout.chunks[i] for i in {s.chunk_id for s in layout.segments}])
 
     def private_pages(self) -> list[int]:
         """The unshared live pages of running requests, for `check`."""

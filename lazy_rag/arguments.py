@@ -1,4 +1,4 @@
-"""Refusing unknown keywords with a typed error that says what was meant."""
+"""What many calls check of their arguments: refused with a typed error that says what was meant."""
 
 from __future__ import annotations
 
@@ -41,6 +41,22 @@ def checked_keywords(options: type[Any] | None = None) -> Callable[[Callable[P, 
         return checked
 
     return decorate
+
+
+def is_whole(value: object) -> bool:
+    """A whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_namespace(namespace: object) -> str:
+    """The namespace. Raises ConfigError for anything but a text that UTF-8 can hold."""
+    try:
+        if isinstance(namespace, str):
+            namespace.encode()
+            return namespace
+    except UnicodeEncodeError:
+        pass
+    raise ConfigError(f"namespace={namespace!r} is no text that UTF-8 can hold")
 
 
 def _refusal(function: str, name: str, known: list[str]) -> str:

@@ -14,9 +14,9 @@ import torch
 from lazy_rag_kernels import IMPLS, KernelError, require
 
 from lazy_rag.arena import HostArena
+from lazy_rag.arguments import check_namespace
 from lazy_rag.assembly import Assembler
 from lazy_rag.cache import ChunkCache
-from lazy_rag.catalog import check_namespace
 from lazy_rag.chunking import Chunker
 from lazy_rag.conversation import Conversations
 from lazy_rag.engine import Engine

@@ -49,6 +49,7 @@ class CachedChunk:
     pinned_until: float = -math.inf
     born: float = 0.0
     leases: int = 0
+    pinning: int = 0  # how many jobs will pin it when all their chunks are here
     promoted_from: str | None = None  # brought here for a request still being prepared, whose receipt will say so
 
     def __post_init__(self) -> None:
@@ -196,6 +197,11 @@ class ChunkCache:
                 self._published[chunk_id].pinned_until = -math.inf
         self._due = -math.inf
 
+    def held_here(self, chunk_ids: Iterable[str], namespace: str) -> list[ChunkId]:
+        """Those of them that are published, of a namespace."""
+        found = (self._published.get(ChunkId(i)) for i in chunk_ids)
+        return [entry.chunk.id for entry in found if entry is not None and entry.chunk.namespace == namespace]
+
     def is_pinned(self, entry: CachedChunk) -> bool:
         return self.clock() < entry.pinned_until
 
@@ -267,7 +273,7 @@ class ChunkCache:
         }
 
     def over_quota(self, chunks: Iterable[Chunk], staying: Collection[CachedChunk]) -> set[str]:
-        """Namespaces whose quota does not hold these chunks and the entries that stay."""
+        """Namespaces that have a quota which does not hold these chunks and the entries that stay."""
         there = {entry.chunk.id for entry in staying if not entry.discarded}
         sizes: Counter[str] = Counter()
         for entry in staying:
@@ -275,7 +281,23 @@ class ChunkCache:
         wanted = [chunk for chunk in chunks if chunk.id not in there]
         for chunk in wanted:
             sizes[chunk.namespace] += self.pool.pages_for(len(chunk))
-        return {c.namespace for c in wanted if sizes[c.namespace] > self._quotas.get(c.namespace, self.pool.num_pages)}
+        limits = self._quotas
+        return {c.namespace for c in wanted if c.namespace in limits and sizes[c.namespace] > limits[c.namespace]}
+
+    def waits_for_quota(self, chunks: Collection[Chunk]) -> bool:
+        """Is it a quota that does not hold these chunks? Raises CacheFullError when only pins fill it: nothing that
+        ends will help."""
+        if not self._over_quota(chunks):
+            return False  # without a look at all entries
+        staying = self.staying()
+        short = self.over_quota(chunks, staying)
+        held = {e.chunk.namespace for e in staying if e.leases or not (e.published or e.discarded)}
+        if short - held:
+            raise CacheFullError(
+                f"the request's chunks do not fit into the quota of namespace {min(short - held)!r} beside its pinned "
+                "chunks: unpin some, raise the quota, or use fewer"
+            )
+        return bool(short)
 
     def require_quota(self, chunks: Iterable[Chunk]) -> None:
         """Raises CacheFullError when a namespace's quota can never hold these chunks at once."""
@@ -296,7 +318,9 @@ class ChunkCache:
                 )
 
     def _expired(self, entry: CachedChunk) -> bool:
-        return self.ttl is not None and self.clock() - entry.born >= self.ttl and not self.is_pinned(entry)
+        if self.ttl is None or self.clock() - entry.born < self.ttl:
+            return False
+        return not (self.is_pinned(entry) or entry.pinning)
 
     def drop_expired(self) -> None:
         """Live text goes `ttl` seconds after the oldest KV behind it was computed; chunks that are pinned stay."""

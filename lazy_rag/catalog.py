@@ -23,10 +23,11 @@ from urllib.parse import quote, unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from lazy_rag.errors import ConfigError, RetrieverError, StoreError, UnknownChunkError
+from lazy_rag.errors import RetrieverError, StoreError, UnknownChunkError
 
 ChunkId = str
 
+CATALOG_FILE = "catalog.sqlite"
 SCHEMA_VERSION = 1
 _APPLICATION_ID = 0x4C5A5247
 _SCHEMA = """
@@ -524,15 +525,20 @@ class Catalog:
         return dict(self._db.execute(sql, (namespace, json.dumps(list(ids)))).fetchall())
 
 
-def check_namespace(namespace: object) -> str:
-    """The namespace. Raises ConfigError for anything but a text that UTF-8 can hold."""
+def require_catalog(directory: Path) -> None:
+    """Raises StoreError when a store's catalog is missing or empty. Opening it would make a new one, and then nothing
+    else in the store would be held by any document."""
+    path = directory / CATALOG_FILE
     try:
-        if isinstance(namespace, str):
-            namespace.encode()
-            return namespace
-    except UnicodeEncodeError:
-        pass
-    raise ConfigError(f"namespace={namespace!r} is no text that UTF-8 can hold")
+        if path.stat().st_size:
+            return
+        what = "is empty"
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    raise StoreError(
+        f"{str(path)!r} {what}, and without it nothing tells which documents the store holds. Nothing was changed: "
+        "bring the file back from a copy, or add the documents again in a new folder"
+    )
 
 
 def _same_tokens(stored: ChunkRecord, new: ChunkRecord) -> bool:
@@ -559,7 +565,9 @@ def _token_bytes(record: ChunkRecord) -> bytes:
 
 
 def _tokens(data: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+    """Damaged ones need no words here: they do not give the chunk's id (`Chunker.sound`)."""
+    whole = isinstance(data, bytes) and len(data) % 4 == 0
+    return tuple(np.frombuffer(data, dtype="<i4").tolist()) if whole else ()
 
 
 # Metadata and filters. Keys are percent-encoded in the stored JSON: SQLite versions disagree on quotes in JSON paths.

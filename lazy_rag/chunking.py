@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from lazy_rag.catalog import ChunkRecord
 from lazy_rag.documents import Document
-from lazy_rag.errors import ConfigError, ContextOverflowError
+from lazy_rag.errors import ConfigError, ContextOverflowError, StoreError
 from lazy_rag.keys import ChunkId, KeySpace
 from lazy_rag.layout import Chunk
 from lazy_rag.splitting import Splitter
@@ -33,6 +34,7 @@ class Chunker:
         self._separator = tokens.content(separator)
         self._base = base
         self._max_tokens = max_tokens
+        self._made: WeakValueDictionary[int, Chunk] = WeakValueDictionary()  # by address
 
     def record(self, text: str, namespace: str) -> ChunkRecord:
         """The chunk of a text, as the catalog stores it."""
@@ -49,9 +51,25 @@ class Chunker:
             )
         return ChunkRecord(self._keys.chunk_id(namespace, token_ids), namespace, stripped, token_ids)
 
-    def chunk(self, record: ChunkRecord, as_of: int = 0) -> Chunk:
-        """`as_of`: `Residency.deletions` from before the record was read or written."""
-        return Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace, as_of)
+    def chunk(self, record: ChunkRecord, as_of: int) -> Chunk:
+        """Raises StoreError for a record whose token ids do not give its id: KV of other tokens would be served as its.
+
+        Args:
+            as_of: `Residency.deletions` from before the record was read or written.
+        """
+        if not self.sound(record):
+            raise StoreError(f"{damaged(record)}: delete it and add its text again")
+        chunk = Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace, as_of)
+        self._made[id(chunk)] = chunk
+        return chunk
+
+    def sound(self, record: ChunkRecord) -> bool:
+        """Does a record from a catalog hold the token ids that its id was made from?"""
+        return self._keys.chunk_id(record.namespace, record.token_ids) == record.chunk_id
+
+    def made(self, chunk: object) -> bool:
+        """Is it an object that `chunk` gave, and not one that is equal to it or says so?"""
+        return chunk is not None and self._made.get(id(chunk)) is chunk
 
     def text_tokens(self, record: ChunkRecord) -> int:
         """How many of a chunk's tokens are its text; the others are the separator."""
@@ -80,6 +98,10 @@ class Chunker:
             ]
             for document in documents
         ]
+
+
+def damaged(record: ChunkRecord) -> str:
+    return f"the catalog's token ids or namespace of chunk {record.chunk_id} are damaged"
 
 
 class _Counter:

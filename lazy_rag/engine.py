@@ -171,7 +171,7 @@ class Engine:
         """Bring chunks into the cache; the job's future gives how many of them are resident at its end."""
         queued = deque(chunks)
         job = EncodeJob(queued, evict, Future(), on_progress, pin, tuple(chunk.id for chunk in queued), ttl)
-        self._put(lambda: self.residency.jobs.append(job))
+        self._put(lambda: self.residency.start(job))
         return job
 
     def promote(self, chunks: list[Chunk]) -> None:
@@ -395,14 +395,19 @@ class Engine:
                 self.admission.give_way(gives_way(self._running))
 
     def _admit(self) -> None:
-        """Admit waiting requests by rank, until one does not fit."""
-        while self._waiting:
-            request = self._waiting.first()
+        """Admit waiting requests by rank, until one finds no pages.
+
+        One whose quota is full holds up its own namespaces only, so that they get no fuller. It cannot starve: when its
+        quota has room and there are no pages, it holds up everything.
+        """
+        held_up: set[str] = set()
+        while (request := self._next_waiting(held_up)) is not None:
             try:
                 if self.admission.admit(request):
                     self._waiting.remove(request)
                     continue
                 in_the_way = self.admission.in_the_way(request)
+                waits_for_quota = in_the_way is None and self.admission.waits_for_quota(request)
             except Exception as error:  # noqa: BLE001  a malformed layout, say: this request only
                 self._fail_sequence(request, None, error)
                 continue
@@ -410,10 +415,18 @@ class Engine:
                 if not self._landed():
                     self.admission.give_way(in_the_way)
                 continue
+            if waits_for_quota and request.layout.namespaces:
+                held_up |= request.layout.namespaces
+                continue
             if self._running or self.residency.encodings or self.residency.jobs:
                 return  # pages come back when these finish
             full = "the request does not fit beside the pinned chunks: unpin some or raise cache_bytes"
             self._fail_sequence(request, None, CacheFullError(full))
+
+    def _next_waiting(self, held_up: set[str]) -> Request | None:
+        """The first request that waits and uses none of these namespaces."""
+        waiting = (r for r in self._waiting if not held_up or held_up.isdisjoint(r.layout.namespaces))
+        return next(waiting, None)
 
     def _landed(self) -> bool:
         """Read back the step in flight, if there is one: it may end requests, and a request that gives way must know

@@ -15,7 +15,7 @@ from typing import NewType
 import torch
 from torch import Tensor
 
-from lazy_rag.catalog import check_namespace
+from lazy_rag.arguments import check_namespace
 
 SCHEMA_VERSION = 1
 ChunkId = NewType("ChunkId", str)  # 40 hex digits

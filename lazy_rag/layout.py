@@ -5,12 +5,11 @@ Holds no tensors. A layout says what stands where; it does not know whether a ch
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lazy_rag.catalog import check_namespace
+from lazy_rag.arguments import is_whole
 from lazy_rag.errors import ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.rope import segment_delta
@@ -58,10 +57,6 @@ class LiveRun:
         return len(self.token_ids)
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class ChunkRange:
     """Part of a chunk, as an entry of `chunk_ids`: `length` tokens from `start` (a multiple of the page size)."""
@@ -72,7 +67,7 @@ class ChunkRange:
 
     def __post_init__(self) -> None:
         numbers = (self.start,) if self.length is None else (self.start, self.length)
-        whole = all(_whole(number) for number in numbers)
+        whole = all(is_whole(number) for number in numbers)
         if not isinstance(self.chunk_id, str) or not whole or min(numbers) < 0 or self.length == 0:
             raise ConfigError(
                 f"{self.chunk_id!r}, {self.start!r}, {self.length!r} is no ChunkRange: it takes a chunk id, a start "
@@ -110,6 +105,12 @@ class PromptLayout:
     def live_runs(self) -> tuple[LiveRun, ...]:
         return tuple(item for item in self.items if isinstance(item, LiveRun))
 
+    @cached_property
+    def namespaces(self) -> frozenset[str]:
+        """Of the chunks it uses, without the encode prefix."""
+        ids = {segment.chunk_id for segment in self.segments} - {None if self.prefix is None else self.prefix.id}
+        return frozenset(self.chunks[chunk_id].namespace for chunk_id in ids)
+
     @property
     def offsets(self) -> tuple[int, ...]:
         """Absolute position of the first token of each segment."""
@@ -143,89 +144,13 @@ class PromptLayout:
         return layout_html(self)
 
 
-LIMIT = 1 << 30  # positions and deltas are 32-bit numbers on a device, and so are their sums
-
-
-def require_sound(layout: object) -> PromptLayout:
-    """The layout, if its parts are what they say: of the right types, within range, end to end, inside their chunks.
-
-    Whoever built one by hand or changed one can have put anything into it. Raises ConfigError naming what is wrong. The
-    deltas are only bounded: research moves them on purpose.
-    """
-    if not isinstance(layout, PromptLayout):
-        raise ConfigError(f"{_brief(layout)} is no layout: rt.layout(question, ids) makes one")
-    _require(_whole(layout.page_size) and layout.page_size > 0, "page_size", layout.page_size)
-    _require(isinstance(layout.dropped, tuple), "dropped", layout.dropped)
-    _require(isinstance(layout.chunks, dict), "chunks", layout.chunks)
-    _require(isinstance(layout.items, tuple), "items", layout.items)
-    check_namespace(layout.namespace)
-    if layout.prefix is not None:
-        _require_chunk(layout.prefix)
-    for chunk_id, chunk in layout.chunks.items():
-        _require_chunk(chunk)
-        _require(chunk_id == chunk.id, "chunks", f"{_brief(chunk_id)}: {_brief(chunk)}")
-    position = 0
-    for item in layout.items:
-        if isinstance(item, LiveRun):
-            _require_tokens(item.token_ids)
-            _require(_whole(item.repaired) and 0 <= item.repaired <= item.length, "repaired", item.repaired)
-        else:
-            _require(isinstance(item, Segment), "items", item)
-            _require_segment(item, layout)
-        if not _whole(item.offset) or item.offset != position:
-            raise ConfigError(f"the layout's pieces do not lie end to end: {_brief(item)} is at position {position}")
-        position += item.length
-    _require(position < LIMIT, "length", position)
-    if not layout.items or not isinstance(layout.items[-1], LiveRun):
-        raise ConfigError("a prompt must end with live tokens: the last one's logits give the first new token")
-    return layout
-
-
-def _require_segment(segment: Segment, layout: PromptLayout) -> None:
-    chunk = layout.chunks.get(segment.chunk_id) if isinstance(segment.chunk_id, str) else None
-    if chunk is None:
-        raise ConfigError(f"the layout names a chunk {_brief(segment.chunk_id)} that its chunks do not hold")
-    start, length = segment.start, segment.length
-    whole = all(map(_whole, (start, length, segment.delta)))
-    if not whole or start % layout.page_size or not 0 <= start < start + length <= len(chunk):
-        raise ConfigError(f"{_brief(segment)} is no range of its chunk's {len(chunk)} tokens that begins at a page")
-    _require(abs(segment.delta) < LIMIT, "delta", segment.delta)
-
-
-def _require_chunk(chunk: object) -> None:
-    _require(isinstance(chunk, Chunk), "chunks", chunk)
-    assert isinstance(chunk, Chunk)
-    _require(isinstance(chunk.id, str), "id of a chunk", chunk.id)
-    _require(_whole(chunk.base) and 0 <= chunk.base < LIMIT, "base of a chunk", chunk.base)
-    _require(_whole(chunk.as_of) and chunk.as_of >= 0, "as_of of a chunk", chunk.as_of)
-    check_namespace(chunk.namespace)
-    _require_tokens(chunk.token_ids)
-
-
-def _require_tokens(token_ids: object) -> None:
-    sound = isinstance(token_ids, tuple) and token_ids and all(_whole(t) and 0 <= t < 1 << 31 for t in token_ids)
-    _require(bool(sound), "token_ids", token_ids)
-
-
-def _require(sound: bool, name: str, value: object) -> None:
-    if not sound:
-        raise ConfigError(f"the layout cannot be used: its {name} must not be {_brief(value)}")
-
-
-def _brief(value: object) -> str:
-    try:
-        return reprlib.repr(value)
-    except Exception:  # noqa: BLE001  of an object of whatever class
-        return f"a {type(value).__name__}"
-
-
 class LayoutBuilder:
     """Lays pieces end to end. Neighbouring live pieces become one live run."""
 
     def __init__(self, prefix: Chunk | None, page_size: int) -> None:
         if not isinstance(prefix, Chunk | None):
             raise ConfigError(f"the prefix must be a Chunk or None, got {prefix!r}")
-        if not _whole(page_size) or page_size < 1:
+        if not is_whole(page_size) or page_size < 1:
             raise ConfigError(f"page_size={page_size!r} must be a whole number of at least 1")
         self.position = 0
         self._prefix = prefix
@@ -236,9 +161,9 @@ class LayoutBuilder:
     def live(self, token_ids: Sequence[int], *, repaired: int = 0) -> LayoutBuilder:
         """Add live tokens; `repaired` of them repeat a chunk's text."""
         listed = isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes | bytearray)
-        if not listed or not all(_whole(token) for token in token_ids):
+        if not listed or not all(is_whole(token) for token in token_ids):
             raise ConfigError(f"live tokens must be a sequence of token ids, got {token_ids!r}")
-        if not _whole(repaired) or not 0 <= repaired <= len(token_ids):
+        if not is_whole(repaired) or not 0 <= repaired <= len(token_ids):
             raise ConfigError(f"repaired={repaired!r} must be a count of these {len(token_ids)} tokens")
         if not token_ids:
             return self
@@ -256,7 +181,7 @@ class LayoutBuilder:
         """Add tokens `start ... start + length - 1` of a chunk; `start` is a multiple of the page size."""
         if not isinstance(chunk, Chunk):
             raise ConfigError(f"a segment needs a Chunk (Runtime.chunk gives one), got {chunk!r}")
-        if not _whole(start) or not (length is None or _whole(length)):
+        if not is_whole(start) or not (length is None or is_whole(length)):
             raise ConfigError(f"start={start!r} and length={length!r} of a segment must be whole numbers")
         length = len(chunk) - start if length is None else length
         if start % self._page_size or not 0 <= start < start + length <= len(chunk):

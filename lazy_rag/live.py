@@ -108,7 +108,7 @@ class LivePages:
             found.append(live)
         return found
 
-    def publish(self, key: bytes, page: int, born: float = math.inf) -> LivePage | None:
+    def publish(self, key: bytes, page: int, born: float) -> LivePage | None:
         """Share a completely written page, used by its request from now on; None when another serves that key."""
         if key in self._listed:
             return None

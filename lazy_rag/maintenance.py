@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import stat
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from lazy_rag.arguments import checked_keywords
+from lazy_rag.catalog import CATALOG_FILE, require_catalog
 from lazy_rag.errors import ConfigError, StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.records import KVRecords, remove
-from lazy_rag.retriever import Retriever, require_catalog
-from lazy_rag.store import Manifest, read_manifest, read_warm
+from lazy_rag.retriever import INDEX_FILE, Retriever
+from lazy_rag.store import Manifest, as_path, read_manifest, read_warm
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,8 @@ class _Store:
     """An opened store folder: manifest, catalog and records. A context manager."""
 
     def __init__(self, folder: str | Path) -> None:
-        try:
-            self.folder = Path(folder)
-            manifest = read_manifest(self.folder) if self.folder.is_dir() else None
-        except (TypeError, ValueError) as error:  # no path at all, or one with a NUL
-            raise StoreError(f"{folder!r} is no path of a folder") from error
+        self.folder = as_path(folder)
+        manifest = read_manifest(self.folder) if self.folder.is_dir() else None
         if manifest is None:
             raise StoreError(f"there is no store in {str(folder)!r}")
         require_catalog(self.folder)
@@ -75,9 +72,9 @@ class _Store:
         held = {ChunkId(i) for i in self.retriever.chunk_ids()}
         return held if self.manifest.prefix_id is None else held | {ChunkId(self.manifest.prefix_id)}
 
-    def unheld(self) -> list[ChunkId]:
-        written = self.records.ids()  # first: another process may add a chunk and its record in between
-        return sorted(set(written) - self.held())
+    def unheld(self, written: Iterable[ChunkId]) -> list[ChunkId]:
+        """Of records seen before (another process may add a chunk and its record in between), those still there."""
+        return sorted(i for i in set(written) - self.held() if self.records.path(i).exists())
 
     def quarantine(self) -> list[Path]:
         """What was set aside. Raises StoreError."""
@@ -103,27 +100,32 @@ def verify(folder: str | Path, *, repair: bool = False) -> list[str]:
     _known_flag("repair", repair)
     with _Store(folder) as store:
         problems = store.retriever.check(repair=repair)
-        problems += _records_problems(store, repair=repair)
-        unheld = store.unheld()
-        problems += [f"a record is there for chunk {chunk_id}, which no document holds" for chunk_id in unheld]
         found = store.records.look()
+        problems += _records_problems(store, found.records, repair=repair)
+        unheld = store.unheld(found.records)
+        problems += [f"a record is there for chunk {chunk_id}, which no document holds" for chunk_id in unheld]
         problems += [f"{str(path)!r} is no record in its place" for path in found.strays] + found.unlisted
         steps: list[Callable[[], object]] = [store.quarantine, lambda: read_warm(store.folder)]
         if repair:
             steps.append(lambda: store.records.delete(unheld))
             steps += [partial(store.records.set_aside, path) for path in found.strays]
-        for step in steps:
-            try:
-                step()
-            except StoreError as error:
-                problems.append(str(error))
-        return problems
+        return problems + [str(error) for error in _failures(steps)]
 
 
-def _records_problems(store: _Store, *, repair: bool) -> list[str]:
+def _failures(steps: Iterable[Callable[[], object]]) -> list[StoreError]:
+    """Take every step, whatever others raise; returns what they raised."""
+    failures = []
+    for step in steps:
+        try:
+            step()
+        except StoreError as error:
+            failures.append(error)
+    return failures
+
+
+def _records_problems(store: _Store, ids: Sequence[ChunkId], *, repair: bool) -> list[str]:
     """Of every record that can be read, by its bytes."""
     problems = []
-    ids = store.records.ids()
     known = store.retriever.records(ids)
     for chunk_id in ids:
         record = known.get(chunk_id)
@@ -155,7 +157,7 @@ def stats(folder: str | Path) -> StoreStats:
             quarantined=len(set_aside),
             quarantined_bytes=sum(set_aside),
             abandoned=len(store.records.abandoned()),
-            index_bytes=sum(_size(store.folder / name) for name in ("catalog.sqlite", "index.faiss")),
+            index_bytes=sum(_size(store.folder / name) for name in (CATALOG_FILE, INDEX_FILE)),
         )
 
 
@@ -176,18 +178,18 @@ def collect(folder: str | Path, *, max_bytes: int | None = None, dry_run: bool =
         raise ConfigError(f"max_bytes={max_bytes!r} must be a whole number of at least 0, or None")
     with _Store(folder) as store:
         sizes = store.records.sizes()
-        unheld = store.unheld()
+        unheld = store.unheld(sizes)
         quarantine = store.quarantine()
         abandoned = store.records.abandoned()
         gone = [*quarantine, *abandoned]
-        freed = sum(_size(path) for path in gone) + sum(sizes[i][0] for i in unheld if i in sizes)
+        freed = sum(_size(path) for path in gone) + sum(sizes[i][0] for i in unheld)
         over = _over_budget(store, {i: s for i, s in sizes.items() if i not in set(unheld)}, max_bytes)
         freed += sum(sizes[i][0] for i in over)
         if not dry_run:
-            with ExitStack() as all_of_them:
-                all_of_them.callback(store.records.delete, [*unheld, *over])
-                for path in gone:
-                    all_of_them.callback(_delete, path)
+            steps = [partial(_delete, path) for path in gone]
+            failures = _failures([*steps, partial(store.records.delete, [*unheld, *over])])
+            if failures:
+                raise failures[0]
         return Collected(len(unheld), len(quarantine), len(abandoned), len(over), freed)
 
 

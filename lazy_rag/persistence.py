@@ -7,16 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lazy_rag.building import Parts, Settings
+from lazy_rag.catalog import require_catalog
+from lazy_rag.chunking import damaged
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.locks import lock_folder, unlock
 from lazy_rag.progress import progress_bar
 from lazy_rag.records import KVRecords
-from lazy_rag.retriever import Retriever, require_catalog
+from lazy_rag.retriever import Retriever
 from lazy_rag.store import (
     Manifest,
+    as_path,
     open_folder,
     read_manifest,
     require_same_space,
@@ -32,7 +37,7 @@ class OpenStore:
     """
 
     def __init__(self, folder: str | Path, *, alone: bool = False) -> None:
-        self.folder = open_folder(_as_path(folder))
+        self.folder = open_folder(folder)
         self._lock = lock_folder(self.folder, alone=alone)
         try:
             self.manifest = read_manifest(self.folder)
@@ -85,14 +90,8 @@ def _state(folder: Path) -> tuple[Any, ...]:
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items()))
 
 
-def _as_path(folder: Any) -> Path:
-    if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
-        raise StoreError(f"{folder!r} is no path of a folder")
-    return Path(folder)
-
-
 def same_folder(a: str | Path, b: Path) -> bool:
-    return _as_path(a).resolve() == b.resolve()
+    return as_path(a).resolve() == b.resolve()
 
 
 def make_manifest(
@@ -127,7 +126,7 @@ def make_manifest(
 
 def load_arguments(directory: str | Path, model: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Arguments for a Runtime over an existing store; `model` and `options` override what is stored."""
-    folder = _as_path(directory)
+    folder = as_path(directory)
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:
         raise StoreError(f"there is no store in {str(folder)!r}")
@@ -146,7 +145,7 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     """Write catalog, index and the KV of every resident chunk a document holds; drop records of chunks no longer held.
 
     The engine only copies pages; what is deleted while they are written gets no name (`KVRecords.keep`), or, in a copy
-    of the store, is dropped at the end.
+    of the store, is dropped at the end. Raises StoreError when a record cannot be written; the others are.
     """
     engine, own = parts.engine, parts.records
     if own is not None and own.folder != target.folder:
@@ -155,6 +154,14 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     retriever.save(target.folder)
     resident = engine.call(engine.residency.in_memory).result()
     engine.residency.tiers.flush()
+    failures: list[StoreError] = []
+
+    def keep(chunk: Chunk, pages: Tensor, age: float) -> None:
+        try:
+            records.save(chunk, pages, age)
+        except StoreError as error:
+            failures.append(error)
+
     held = _held(parts, retriever)
     kept = [c for c in resident if c.id in held]
     with progress_bar(len(kept), "save", "chunk", disable=not progress) as bar:
@@ -162,16 +169,18 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
             if not records.path(chunk.id).is_file():
                 copy = engine.call(lambda chunk=chunk: engine.residency.read(chunk)).result()  # type: ignore[misc]
                 if copy is not None:
-                    records.save(chunk, *copy)
+                    keep(chunk, *copy)
             bar.update()
     # evicted chunks of this runtime's own store belong to a copy too
     if parts.records is not None and own is None:
         for chunk in _chunks(parts, retriever, held):
             record = parts.records.load(chunk)
             if record is not None:
-                records.save(chunk, record.pages, record.age)
+                keep(chunk, record.pages, record.age)
     written = records.ids()  # before asking what is held: another process may add a chunk and its record in between
     records.delete(set(written) - _held(parts, retriever))
+    if failures:
+        raise failures[0]
     target.write_manifest(manifest)
 
 
@@ -188,12 +197,18 @@ def _held(parts: Parts, retriever: Retriever) -> set[ChunkId]:
 
 
 def _chunks(parts: Parts, retriever: Retriever, ids: set[ChunkId]) -> list[Chunk]:
-    return [parts.chunker.chunk(record) for record in retriever.records(sorted(ids)).values()]
+    """Without those that the catalog does not tell rightly."""
+    as_of, chunker = parts.engine.residency.deletions, parts.chunker
+    records = retriever.records(sorted(ids)).values()
+    return [chunker.chunk(record, as_of) for record in records if chunker.sound(record)]
 
 
 def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str]:
     """See `Runtime.check_store`. Chunks added or deleted meanwhile are no problem."""
     problems = retriever.check(repair=repair)
+    told = retriever.records(retriever.chunk_ids()).values()
+    wrong = {ChunkId(r.chunk_id): damaged(r) for r in told if not parts.chunker.sound(r)}
+    problems += [f"{words}: delete it and add its text again" for words in wrong.values()]
     records = parts.records
     if records is None:
         return problems
@@ -205,7 +220,7 @@ def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str
         if chunk_id in chunks:
             if records.load(chunks[chunk_id]) is None and chunk_id in records.quarantined:
                 problems.append(f"the record of chunk {chunk_id} was bad; set aside, it will be computed again")
-        elif records.path(chunk_id).exists() and chunk_id not in _held(parts, retriever):
+        elif chunk_id not in wrong and records.path(chunk_id).exists() and chunk_id not in _held(parts, retriever):
             problems.append(f"a record is there for chunk {chunk_id}, which no document holds")
             if repair:
                 records.delete([chunk_id])

@@ -13,18 +13,19 @@ from typing import Any, TypedDict
 import numpy as np
 
 from lazy_rag.answer import Source
+from lazy_rag.arguments import check_namespace
 from lazy_rag.assembly import Placed, as_history, as_range
 from lazy_rag.building import Parts
-from lazy_rag.catalog import check_namespace
 from lazy_rag.conversation import Part, split_at_anchors
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
 from lazy_rag.grammar import Compiled
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout, require_sound
+from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, known_repair, repair_layout
 from lazy_rag.prompt import Message
 from lazy_rag.remembering import Remembered
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
 from lazy_rag.sampling import SamplingParams, is_finite
+from lazy_rag.soundness import require_sound
 from lazy_rag.tools import ToolUse
 
 Piece = str | ChunkRange | Live
@@ -109,7 +110,8 @@ class Preparer:
 
     def chunk(self, chunk_id: str, namespace: str) -> tuple[Chunk, ChunkRecord]:
         """A stored or remembered chunk. Raises UnknownChunkError, also for one of another namespace."""
-        as_of, record = self.as_of, self.remembered.chunk(chunk_id)
+        as_of = self.as_of  # first: a deletion between the two must count as later than what was found
+        record = self.remembered.chunk(chunk_id)
         if record.namespace != namespace:
             raise UnknownChunkError(f"no chunk {chunk_id!r} in namespace {namespace!r}")
         return self._parts.chunker.chunk(record, as_of), record
@@ -210,7 +212,8 @@ class Preparer:
 
     def _anchors(self, text: str, *, namespace: str, sources: list[Source]) -> list[tuple[int, int, Chunk, int]]:
         """(start, stop, chunk, tokens of its text) of every chunk that stands in a text."""
-        as_of, anchors = self.as_of, self._retriever.anchors.find(text, namespace)
+        as_of = self.as_of  # first: a deletion between the two must count as later than what was found
+        anchors = self._retriever.anchors.find(text, namespace)
         records = self.remembered.records([anchor.chunk_id for anchor in anchors]) if anchors else {}
         found = []
         for start, stop, chunk_id in ((a.start, a.stop, a.chunk_id) for a in anchors):
@@ -290,13 +293,16 @@ class Preparer:
         The deltas are left as they are: research moves them on purpose.
         """
         parts, prefix = self._parts, self._parts.prefix
-        require_sound(layout)
+        made = parts.chunker.made  # the usual case: found in a millisecond less than by their tokens and hashes
+        require_sound(layout, made)
         if layout.prefix != prefix or layout.page_size != parts.engine.pool.page_size:
             raise ConfigError("this layout was built for another runtime: its prefix or page size differ")
         vocabulary = parts.model.config.vocab_size
         for chunk in {segment.chunk_id: layout.chunks[segment.chunk_id] for segment in layout.segments}.values():
             if prefix is not None and chunk.id == prefix.id:
                 same = chunk == prefix
+            elif made(chunk):
+                same = True
             else:
                 base = 0 if prefix is None else len(prefix)
                 same = (chunk.base, chunk.id) == (base, parts.keys.chunk_id(chunk.namespace, chunk.token_ids))

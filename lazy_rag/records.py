@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,13 +48,25 @@ class Loaded(NamedTuple):
     age: float
 
 
-class Found(NamedTuple):
+@dataclass
+class Found:
     """What lies under `kv`: records in their own place, what is neither that nor being written, and folders that cannot
     be listed, in words."""
 
-    records: list[ChunkId]
-    strays: list[Path]
-    unlisted: list[str]
+    records: list[ChunkId] = field(default_factory=list)
+    strays: list[Path] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+
+    def entries(self, folder: Path) -> list[Path]:
+        """What is in a folder; one that cannot be listed is noted."""
+        try:
+            return sorted(folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            words = f"cannot be listed ({error.strerror}): make it a readable folder again"
+            self.unlisted.append(f"{str(folder)!r} {words}")
+            return []
 
 
 class KVRecords:
@@ -169,19 +182,24 @@ class KVRecords:
         Args:
             token_ids: what the catalog says the chunk is; None: not known there.
 
-        Raises StoreError when the record cannot be read, which says nothing about it.
+        Raises StoreError when the record cannot be read, which says nothing about it, or the catalog contradicts it.
         """
         path = self.path(chunk_id)
         try:
             header, pages, tokens = _parts(path)
             self._require(header, chunk_id)
-            if token_ids is not None and tuple(tokens.tolist()) != token_ids:
-                raise _BadRecord("token ids differ")
             _require_checksum(header, pages, tokens)
+            if token_ids is not None and tuple(tokens.tolist()) != token_ids:
+                raise StoreError(
+                    f"the catalog and the record of chunk {chunk_id} hold different token ids; the record's checksum "
+                    "is sound, so the catalog is damaged: delete the chunk and add its text again"
+                )
         except (FileNotFoundError, NotADirectoryError):
             return None
         except _BAD as error:
             return _words(error)
+        except StoreError:
+            raise
         except Exception as error:  # no memory, no file handle, no permission
             raise StoreError(f"the record of chunk {chunk_id} cannot be read: {error!r}") from error
         return None
@@ -280,12 +298,12 @@ class KVRecords:
 
     def look(self) -> Found:
         """Everything that lies under `kv`. Never raises."""
-        found = Found([], [], [])
-        for folder in _entries(self.folder / "kv", found):
+        found = Found()
+        for folder in found.entries(self.folder / "kv"):
             if not os.path.isdir(folder):
                 found.strays.append(folder)
                 continue
-            for path in _entries(folder, found):
+            for path in found.entries(folder):
                 chunk_id = ChunkId(path.name.removesuffix(".safetensors"))
                 if path.name.startswith(TEMPORARY) and os.path.isfile(path):
                     continue
@@ -295,16 +313,6 @@ class KVRecords:
                     found.strays.append(path)
         found.records.sort()
         return found
-
-
-def _entries(folder: Path, found: Found) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        found.unlisted.append(f"{str(folder)!r} cannot be listed ({error.strerror}): make it a readable folder again")
-        return []
 
 
 def remove(path: Path) -> None:

@@ -152,6 +152,8 @@ class Residency:
             self._cache.abandon(encoding.entry)
         else:
             self._cache.publish(encoding.entry, born)
+            if self._prefix is not None and chunk.id == self._prefix.id:
+                encoding.entry.pinned_until = math.inf  # at once, however short the ttl is
         del self.encodings[chunk.id]
         now = time.perf_counter()
         for request in encoding.waiters:
@@ -249,6 +251,16 @@ class Residency:
 
     # jobs
 
+    def start(self, job: EncodeJob) -> None:
+        """Queue a job. A pin whose chunks a quota can never hold at once fails before anything is computed for it."""
+        try:
+            if job.pin:
+                self._cache.require_quota(job.chunks)
+        except CacheFullError as error:
+            set_exception(job.future, error)
+            return
+        self.jobs.append(job)
+
     def feed_jobs(self, pages_may_come: bool) -> None:
         """Start as many chunks of the first job as one step takes; finish jobs that can get no further.
 
@@ -299,6 +311,7 @@ class Residency:
         """One more chunk of a job is in memory, leased by it."""
         if job.evict:
             job.leases.append(entry)
+            entry.pinning += job.pin
         else:
             self._cache.release(entry)
         job.resident += 1
@@ -319,6 +332,7 @@ class Residency:
         """Start no more chunks of a job; those in flight are still finished for whoever else waits."""
         job.chunks.clear()
         for entry in job.leases:
+            entry.pinning -= job.pin
             self._cache.release(entry)
         job.leases.clear()
 

@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lazy_rag.anchoring import Anchors
+from lazy_rag.arguments import check_namespace
 from lazy_rag.catalog import (
+    CATALOG_FILE,
     MAX_PARAMETERS,
     Catalog,
     Change,
@@ -31,7 +33,6 @@ from lazy_rag.catalog import (
     Hit,
     MissingVectors,
     Written,
-    check_namespace,
     compile_filter,
     encode_metadata,
 )
@@ -42,7 +43,6 @@ from lazy_rag.owner import OwnerThread
 
 __all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
 
-CATALOG_FILE = "catalog.sqlite"
 INDEX_FILE = "index.faiss"
 
 if TYPE_CHECKING:  # torch takes a second to import, and FAISS alone does without
@@ -169,6 +169,8 @@ class VectorIndex:
             self._faiss.write_index(self._index, str(temporary))
             digest = file_digest(temporary)
             _fsync(temporary)
+            if path.is_dir() and not path.is_symlink():  # nothing of ours; the index is made from the catalog
+                _set_aside(path)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -712,20 +714,10 @@ def _checked_ids(ids: Any) -> list[str]:
     return listed
 
 
-def require_catalog(directory: Path) -> None:
-    """Raises StoreError when a store's catalog is missing or empty. Opening it would make a new one, and then nothing
-    else in the store would be held by any document."""
-    path = directory / CATALOG_FILE
-    try:
-        if path.stat().st_size:
-            return
-        what = "is empty"
-    except OSError as error:
-        what = f"cannot be read ({error.strerror})"
-    raise StoreError(
-        f"{str(path)!r} {what}, and without it nothing tells which documents the store holds. Nothing was changed: "
-        "bring the file back from a copy, or add the documents again in a new folder"
-    )
+def _set_aside(path: Path) -> None:
+    quarantine = path.parent / "quarantine"
+    quarantine.mkdir(mode=0o700, exist_ok=True)
+    os.replace(path, quarantine / f"stray-{secrets.token_hex(4)}-{path.name}")
 
 
 def _make_folder(directory: Path) -> None:

@@ -28,10 +28,9 @@ from transformers import PreTrainedModel
 
 from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
-from lazy_rag.arguments import checked_keywords
+from lazy_rag.arguments import check_namespace, checked_keywords
 from lazy_rag.building import Settings, build, known_ttl
 from lazy_rag.captures import GATE
-from lazy_rag.catalog import check_namespace
 from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
@@ -47,7 +46,7 @@ from lazy_rag.errors import (
 from lazy_rag.explain import explain_layout
 from lazy_rag.forks import Home
 from lazy_rag.keys import ChunkId
-from lazy_rag.layout import Chunk, PromptLayout, known_repair, require_sound
+from lazy_rag.layout import Chunk, PromptLayout, known_repair
 from lazy_rag.loading import load_model
 from lazy_rag.model import LanguageModel
 from lazy_rag.persistence import (
@@ -73,6 +72,7 @@ from lazy_rag.preparing import (
 from lazy_rag.progress import loading_bars, progress_bar
 from lazy_rag.requests import Completion, Ticket
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
+from lazy_rag.soundness import require_layout, require_sound
 from lazy_rag.stats import Occupancy, Stats, snapshot
 from lazy_rag.store import change_warm, read_warm
 from lazy_rag.tools import CallFilter
@@ -484,7 +484,7 @@ class Runtime:
 
     def next_token_logits(self, layout: PromptLayout) -> Tensor:
         """Logits after the layout's last token, float32 [vocab] on the host. For tests and research."""
-        prepared = self._prepared.request(require_sound(layout), (), {})
+        prepared = self._prepared.request(require_layout(layout), (), {})
         ticket = self._engine.submit(prepared.layout, replace(prepared.sampling, n=1), wants_logits=True)
         logits = streaming.run(lambda _: ticket).logits
         assert logits is not None
@@ -521,9 +521,18 @@ class Runtime:
 
     @checked_keywords()
     def unpin(self, ids: Iterable[str], *, namespace: str | None = None) -> None:
-        """Let chunks be evicted again."""
-        chunks = [c.id for c in self._chunks(ids, namespace)]
-        self._engine.call(lambda: self._engine.cache.unpin(chunks)).result()
+        """Let chunks be evicted again, also those that another runtime of the store has deleted."""
+        listed = list(_listed(ids, "ids"))
+        here = self._in_memory(listed, namespace)
+        self._chunks([i for i in listed if i not in here], namespace)  # unknown ones are refused
+        self._engine.call(lambda: self._engine.cache.unpin(here)).result()
+
+    def _in_memory(self, ids: Sequence[str], namespace: str | None) -> list[ChunkId]:
+        """Those ids of chunks in memory, whether or not the store still holds them; never the encode prefix."""
+        self._require_open()
+        own = None if self.prefix is None else self.prefix.id
+        space, texts = self._preparer.space(namespace), [i for i in ids if isinstance(i, str) and i != own]
+        return self._engine.call(lambda: self._engine.cache.held_here(texts, space)).result()
 
     @checked_keywords()
     def warm(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
@@ -543,9 +552,10 @@ class Runtime:
         except StoreError as error:
             _log.warning("nothing is loaded ahead: %s", error)
             return
-        as_of, records = self._preparer.as_of, self._retriever.records(listed)
+        as_of, chunker = self._preparer.as_of, self._parts.chunker
+        records = [record for record in self._retriever.records(listed).values() if chunker.sound(record)]
         if records:
-            self._engine.encode([self._parts.chunker.chunk(record, as_of) for record in records.values()], evict=False)
+            self._engine.encode([chunker.chunk(record, as_of) for record in records], evict=False)
 
     def _chunks(self, ids: Iterable[str], namespace: str | None) -> list[Chunk]:
         """Without repetitions. Raises UnknownChunkError."""
@@ -555,7 +565,8 @@ class Runtime:
     def delete(self, ids: Sequence[str], *, missing_ok: bool = False, namespace: str | None = None) -> None:
         """Delete documents or chunks by id: vector, text and KV, in memory and on disk.
 
-        Raises UnknownChunkError, with nothing deleted, for an id that is not there; `missing_ok` passes over those.
+        Raises UnknownChunkError, with nothing deleted, for an id that is not there; `missing_ok` passes over those, and
+        drops what this runtime has in memory of chunks that another one deleted, pinned or not.
         """
         self._require_open()
         gone = list(_listed(ids, "ids"))
@@ -563,7 +574,7 @@ class Runtime:
             raise UnknownChunkError("document and chunk ids are strings")
         space = self._preparer.space(namespace)
         removed = self._retriever.delete(gone, namespace=space, missing_ok=missing_ok).removed
-        self._forget(removed)
+        self._forget([*removed, *(self._in_memory(gone, namespace) if missing_ok else ())])
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
         self._preparer.remembered.forget(chunk_ids)

@@ -124,9 +124,6 @@ class WaitingLine(Generic[R]):
     def add(self, request: R) -> None:
         insort(self._line, request, key=lambda r: r.rank)
 
-    def first(self) -> R:
-        return self._line[0]
-
     def remove(self, request: R) -> None:
         self._line.remove(request)
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import SCHEMA_VERSION
@@ -93,14 +92,25 @@ def is_abandoned(scratch: Path) -> bool:
         return False
 
 
-def open_folder(path: Path) -> Path:
-    """The folder, created with mode 0700 where absent. Raises StoreError when it cannot be used."""
+def as_path(folder: object) -> Path:
+    """Raises StoreError for what is no path at all, or one with a NUL."""
     try:
-        path = Path(path)
+        path = os.fspath(folder)  # type: ignore[call-overload]
+    except TypeError:
+        path = None
+    if not isinstance(path, str) or "\0" in path:
+        raise StoreError(f"{folder!r} is no path of a folder")
+    return Path(path)
+
+
+def open_folder(folder: str | Path) -> Path:
+    """The folder, created with mode 0700 where absent. Raises StoreError when it cannot be used."""
+    path = as_path(folder)
+    try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except (OSError, ValueError, TypeError) as error:  # no path at all, or one with a NUL
+    except OSError as error:
         raise StoreError(f"cannot use {str(path)!r} as a store: {error}") from error
     return path
 
@@ -161,7 +171,9 @@ def read_warm(folder: Path) -> dict[str, list[str]]:
     path = folder / WARM_FILE
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        for name, ids in _mapping(stored).items():
+        if not isinstance(stored, dict):
+            raise TypeError("it is no mapping of namespaces to chunk ids")
+        for name, ids in stored.items():
             if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
                 raise TypeError(f"what stands under {name!r} is no list of chunk ids")
     except FileNotFoundError:
@@ -172,12 +184,6 @@ def read_warm(folder: Path) -> dict[str, list[str]]:
             "the warm lists again"
         ) from error
     return stored
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError("it is no mapping of namespaces to chunk ids")
-    return value
 
 
 def change_warm(folder: Path, namespace: str, ids: Sequence[str]) -> None:

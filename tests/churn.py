@@ -175,9 +175,9 @@ class Churn:
         namespace = self.rng.choice(NAMESPACES)
         if any(space == namespace for space, _ in documents):
             long = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
-            with_one = runtime.stream("What is it?", 1, namespace=namespace, sampling=long)
-            next(with_one)
-            with_one.close()
+            stream = runtime.stream("What is it?", 1, namespace=namespace, sampling=long)
+            next(stream)
+            stream.close()
 
     def keep(self) -> None:
         _, runtime, documents = self.pick()

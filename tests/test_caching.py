@@ -108,6 +108,66 @@ def history(rt: Runtime, ids: list[ChunkId], turns: int = 0, **options: Any) -> 
     return answer.receipt.tokens_history
 
 
+def test_a_pin_that_takes_longer_than_the_lifetime_of_kv_is_set() -> None:
+    """What its chunks wait for each other does not let the first of them expire; without the pin they do."""
+    with make_runtime(ttl=100, encode_tokens=32) as rt:
+        clock, run = Clock(), rt._engine.executor.run
+        rt._engine.cache.clock = clock
+        ids = rt.add_chunks(TEXTS)
+
+        def slow(*args: Any) -> Any:
+            clock.now += 60
+            return run(*args)
+
+        rt._engine.executor.run = slow  # type: ignore[method-assign]
+        rt.pin(ids)
+        assert clock.now > 1000 + 200
+        assert rt.prefetch(ids) == len(ids)
+        rt._engine.executor.run = run  # type: ignore[method-assign]
+        rt.unpin(ids)
+        clock.now += 101
+        assert used(rt, ids[:1]) == ["encoded"]
+        assert all(entry.pinning == 0 for entry in rt._engine.call(lambda: list(rt._engine.cache)).result())
+        assert rt.check() == []
+
+
+def test_the_shortest_lifetime_leaves_the_encode_prefix() -> None:
+    with make_runtime(ttl=1e-9) as rt:
+        assert used(rt, rt.add_chunks(TEXTS[:1])) == ["encoded"]
+        rt.pin(rt.add_chunks(TEXTS[:2]))
+        assert rt.check() == []
+
+
+@pytest.mark.parametrize("way", ["unpin", "delete"])
+def test_a_pin_of_what_another_runtime_deleted_can_be_ended(tmp_path: Path, way: str) -> None:
+    counts, besides, page = sizes(TEXTS)
+    with (
+        make_runtime(store=tmp_path, cache_bytes=(besides + 2 * max(counts)) * page) as rt,
+        make_runtime(store=tmp_path) as other,
+    ):
+        assert rt.prefix is not None
+        ids = rt.add_chunks(TEXTS[:2])
+        rt.pin(ids)
+        other.delete(ids)
+        with pytest.raises(CacheFullError):
+            rt.generate("Q", rt.add_chunks(TEXTS[2:3]), sampling=SHORT)
+        for strange in (["nowhere"], [rt.prefix.id], [*ids, 5]):
+            with pytest.raises(UnknownChunkError):
+                rt.unpin(strange)  # type: ignore[arg-type]
+        with pytest.raises(UnknownChunkError):
+            rt.unpin(ids, namespace="tenant")
+        rt.delete([*ids, rt.prefix.id], missing_ok=True, namespace="tenant")
+        with pytest.raises(CacheFullError):
+            rt.generate("Q", rt.add_chunks(TEXTS[2:3]), sampling=SHORT)
+        if way == "unpin":
+            rt.unpin(ids)
+        else:
+            rt.delete([*ids, rt.prefix.id], missing_ok=True)
+            assert not set(ids) & {c.id for c in rt._engine.call(rt._engine.residency.in_memory).result()}
+        assert used(rt, rt.add_chunks(TEXTS[2:4])) == ["encoded"] * 2
+        assert rt.check() == []
+
+
 def test_live_text_is_used_no_longer_than_the_chunks_it_has_read() -> None:
     """A chunk computed at 0, text behind it at 60: with a lifetime of 100 both end at 100."""
     with make_runtime(ttl=100) as rt:
@@ -303,6 +363,10 @@ def test_a_quota_makes_a_namespace_evict_its_own_chunks_only() -> None:
         with pytest.raises(CacheFullError, match="pinned"):
             rt.generate("Q", small[1:3], namespace="small", sampling=SHORT)
         assert used(rt, small[1:2], namespace="small") != []
+        before = rt.stats.steps
+        with pytest.raises(CacheFullError, match=r"quota of namespace 'small'.*raise its quota"):
+            rt.pin(rt.add_chunks(TEXTS[:3], namespace="small"), namespace="small")
+        assert rt.stats.steps == before
         rt.add_documents(TEXTS, namespace="small")  # stops at the quota instead of failing
         assert rt.check() == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def kept_for_good(rt: Runtime, chunk_id: ChunkId) -> bool:
 
 def paused(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, work: Callable[[], Any], after: bool
-) -> tuple[Future[Any], Callable[[], Any]]:
+) -> Callable[[], Any]:
     """Start work in a thread of its own, which stops before or after its call of a method until the returned function
     is called, which gives its result."""
     there, go = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ def paused(
         pool.shutdown()
         return future.result()
 
-    return future, finish
+    return finish
 
 
 @pytest.mark.parametrize("again", ["add_chunks", "remember"])
@@ -104,7 +104,7 @@ def test_a_layout_from_before_a_deletion_runs_and_leaves_nothing(added_again: bo
 def test_an_addition_overtaken_by_a_deletion_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is in the catalog already when the other one deletes it, and computes its KV after that."""
     with make_runtime(store=tmp_path) as rt:
-        _, finish = paused(
+        finish = paused(
             monkeypatch, rt._retriever, "upsert_many", lambda: rt.add_chunks([TOWER], encode="now"), after=True
         )
         rt.delete(rt._retriever.chunk_ids(""))
@@ -119,7 +119,7 @@ def test_a_deletion_overtaken_by_an_addition_costs_one_computation(monkeypatch: 
     """It has left the catalog and is there again when the deletion drops its KV."""
     with make_runtime() as rt:
         (tower,) = rt.add_chunks([TOWER], encode="now")
-        _, finish = paused(monkeypatch, rt._retriever, "delete", lambda: rt.delete([tower]), after=True)
+        finish = paused(monkeypatch, rt._retriever, "delete", lambda: rt.delete([tower]), after=True)
         assert rt.add_chunks([TOWER], encode="now") == [tower]
         finish()
         assert kept_for_good(rt, tower)
@@ -129,7 +129,7 @@ def test_a_question_overtaken_by_a_deletion_is_answered_and_leaves_nothing(monke
     """The chunk was found, then deleted; only then the request reaches the engine."""
     with make_runtime() as rt:
         rt.add_chunks([TOWER])
-        _, finish = paused(
+        finish = paused(
             monkeypatch, rt._retriever, "search", lambda: rt.query("How high?", 1, sampling=SHORT), after=True
         )
         rt.delete(rt._retriever.chunk_ids(""))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,7 +20,6 @@ from lazy_rag.locks import lock_folder, moment, try_alone
 from lazy_rag.owner import OwnerThread
 from tests.fixtures import make_runtime
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 
 

@@ -99,7 +99,7 @@ def test_pages_are_held_once_whatever_happens() -> None:
             found = live.take(names[: rng.randint(1, 6)])
             page = pool.allocate(1) if len(found) < 6 else None
             if page is not None:
-                made = live.publish(names[len(found)], page[0])
+                made = live.publish(names[len(found)], page[0], 0.0)
                 if made is None:
                     pool.free(page)
                 else:
@@ -125,7 +125,7 @@ def test_the_oldest_and_deepest_pages_go_first() -> None:
     pool = PagePool(PageLayout([KVShape(1, 2, 2)], 4), 6, dtype=torch.float32)
     live = LivePages(pool)
     for names in ((b"a", b"b", b"c"), (b"x", b"y")):
-        live.release([page for page in (live.publish(n, pool.allocate(1)[0]) for n in names) if page])  # type: ignore[index]
+        live.release([page for page in (live.publish(n, pool.allocate(1)[0], 0.0) for n in names) if page])  # type: ignore[index]
     live.reclaim(2)
     assert [len(live.take([b"a", b"b", b"c"])), len(live.take([b"x", b"y"]))] == [1, 2]
 
@@ -247,3 +247,19 @@ def test_kept_text_gives_way_before_any_chunk() -> None:
         more = small.add_chunks(["word " * 50], encode="now")
         assert small.generate("Q", more, sampling=SHORT).receipt.tokens_encoded == 0  # encoded when added
         assert small.check() == []
+
+
+def test_sharing_the_pages_of_a_long_prompt_asks_once_how_old_they_are(runtime: Runtime) -> None:
+    """Not once a page, each time looking at all pages: every stream waits for it."""
+    cache, rng = runtime._engine.cache, random.Random(0)
+    clock, reads = cache.clock, []
+    cache.clock = lambda: reads.append(None) or clock()  # type: ignore[func-returns-value]
+    seen = []
+    for count in (2, 40):
+        reads.clear()
+        layout = LayoutBuilder(runtime.prefix, PAGE).live(random_tokens(rng, count * PAGE + 1)).build()
+        runtime.generate(layout, sampling=replace(SHORT, max_tokens=1))
+        seen.append(len(reads))
+    held = runtime._engine.call(cache.live.held).result()
+    assert len(held) == 42
+    assert seen[0] == seen[1]

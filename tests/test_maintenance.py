@@ -6,16 +6,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lazy_rag import SamplingParams, maintenance
+from lazy_rag import Runtime, SamplingParams, maintenance
 from lazy_rag.errors import ConfigError, StoreError
 from lazy_rag.records import KVRecords
-from lazy_rag.store import change_warm, read_warm
+from lazy_rag.retriever import Retriever
+from lazy_rag.store import change_warm, read_manifest, read_warm
 from tests.fixtures import make_runtime
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
@@ -334,12 +336,90 @@ def test_a_warm_list_may_name_what_is_not_there(store: Path) -> None:
         assert rt.check() == []
 
 
+def test_verify_looks_once_and_tells_nothing_of_what_went_meanwhile(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process deletes a document, and its record, while the records are read."""
+    looks, look, check = [], KVRecords.look, KVRecords.problem
+    monkeypatch.setattr(KVRecords, "look", lambda self: looks.append(None) or look(self))  # type: ignore[func-returns-value]
+
+    def deleting(self: KVRecords, chunk_id: Any, token_ids: Any) -> str | None:
+        found = check(self, chunk_id, token_ids)
+        if token_ids is None:  # the encode prefix, which no document holds
+            return found
+        monkeypatch.setattr(KVRecords, "problem", check)
+        with Retriever(None, store, read_manifest(store).key_space) as other:  # type: ignore[union-attr]
+            other.delete([chunk_id], namespace="")
+        self.delete([chunk_id])
+        return found
+
+    monkeypatch.setattr(KVRecords, "problem", deleting)
+    before = len(records(store).ids())
+    looks.clear()
+    assert maintenance.verify(store) == []
+    assert len(looks) == 1
+    assert len(records(store).ids()) == before - 1
+
+
+def test_a_folder_in_place_of_the_index_is_set_aside(store: Path, made: tuple[Path, tuple[int, ...]]) -> None:
+    """The index is made from the catalog."""
+    (store / "index.faiss").unlink()
+    (store / "index.faiss").mkdir()
+    (store / "index.faiss" / "file").write_bytes(b"12345")
+    assert any("index" in problem for problem in maintenance.verify(store))
+    maintenance.verify(store, repair=True)
+    assert maintenance.verify(store) == []
+    (kept,) = (store / "quarantine").glob("stray-*-index.faiss/file")
+    assert kept.read_bytes() == b"12345"
+    with make_runtime(store=store) as rt:
+        ids = rt.add_chunks([*TEXTS, "more"])
+        assert rt.generate("Q", ids[:-1], sampling=SHORT).token_ids == made[1]
+
+
+# a catalog that does not tell the tokens rightly
+
+
+def other_tokens(blob: bytes) -> bytes:
+    return bytes([blob[0] ^ 1]) + blob[1:]
+
+
+@pytest.mark.parametrize("change", [other_tokens, lambda blob: blob[:-1], lambda _: b"", lambda _: "text"])
+def test_damaged_token_ids_are_told_and_never_served(store: Path, change: Callable[[bytes], Any]) -> None:
+    """The record is sound and stays; the runtime opens, refuses the chunk, and takes it again after a deletion."""
+    with sqlite3.connect(store / "catalog.sqlite") as database:
+        ((chunk_id, blob),) = database.execute("SELECT chunk_id, token_ids FROM chunks ORDER BY vector_id LIMIT 1")
+        database.execute("UPDATE chunks SET token_ids = ? WHERE chunk_id = ?", (change(blob), chunk_id))
+    database.close()
+    for repair in (True, False):
+        (problem,) = maintenance.verify(store, repair=repair)
+        assert chunk_id in problem and "the catalog is damaged: delete the chunk and add its text again" in problem
+    assert maintenance.stats(store).quarantined == 0
+    with make_runtime(store=store) as rt:
+        assert [chunk_id in problem and "damaged" in problem for problem in rt.check_store(repair=True)] == [True]
+        for call in (lambda: rt.generate("Q", [chunk_id], sampling=SHORT), lambda: rt.query("foxes", 3)):
+            with pytest.raises(StoreError, match="damaged: delete it and add its text again"):
+                call()
+        rt.delete([chunk_id])
+        assert rt.add_chunks(TEXTS[:1]) == [chunk_id]
+        assert rt.check_store() == []
+        with make_runtime() as fresh:
+            expected = fresh.generate("Q", fresh.add_chunks(TEXTS), sampling=SHORT).token_ids
+        ids = rt.add_chunks(TEXTS)
+        assert rt.generate("Q", ids, sampling=SHORT).token_ids == expected
+    assert maintenance.verify(store) == []
+
+
 # arguments
 
 
-@pytest.mark.parametrize("folder", [None, 5, b"bytes", "", "a\0b", ["list"], "no/such/place"])
+class PathOfBytes:
+    def __fspath__(self) -> bytes:
+        return b"bytes"
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"bytes", "", "a\0b", ["list"], "no/such/place", PathOfBytes()])
 def test_folders_that_are_none(folder: Any) -> None:
-    for call in (maintenance.verify, maintenance.stats, maintenance.collect):
+    for call in (maintenance.verify, maintenance.stats, maintenance.collect, Runtime.load):
         with pytest.raises(StoreError, match=r"no store in|no path"):
             call(folder)
 

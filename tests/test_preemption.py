@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from lazy_rag import Runtime, SamplingParams
+from lazy_rag.errors import CacheFullError
 from lazy_rag.keys import ChunkId
 from lazy_rag.requests import Ticket
-from tests.fixtures import make_runtime
+from tests.fixtures import PAGE, make_runtime
 from tests.test_caching import TEXTS, sizes
 
 SHORT = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
@@ -77,6 +78,57 @@ def test_a_chunk_that_is_pinned_or_shared_frees_no_quota(quota: int) -> None:
         rt.generate("Q", small[2:3], namespace="small", priority=1, sampling=SHORT)
         assert sharer.future.done()
         assert preempted(low) == 0
+
+
+def waiting(rt: Runtime, ids: list[ChunkId], namespace: str) -> Ticket:
+    prepared = rt._preparer.request("Q", ids, {"sampling": SHORT, "namespace": namespace})
+    return rt._submit(prepared, None)
+
+
+def test_a_full_quota_holds_up_its_own_namespace_only(quota: int) -> None:
+    with runtime(quota) as (rt, small, others):
+        holder = start(rt, small[:2], namespace="small")
+        blocked = waiting(rt, small[2:3], "small")
+        behind = waiting(rt, small[:1], "small")  # there already; it would keep the quota full for longer
+        for _ in range(3):
+            rt.generate("Q", others[:1], sampling=SHORT)
+        assert not (holder.future.done() or blocked.future.done() or behind.future.done())
+        holder.cancel()
+        assert [preempted(ticket) for ticket in (blocked, behind)] == [0, 0]
+
+
+def test_those_who_pass_do_not_starve_who_waits_for_a_quota(quota: int) -> None:
+    """They fill the pool, and new ones come as soon as they end."""
+    with make_runtime(quotas={"small": quota}) as big:
+        size, page = big.stats.page_bytes, quota // 2 // big.stats.page_bytes
+        room = -(-len(big.prefix) // PAGE) + 6 * page + 30 if big.prefix else 0
+    with make_runtime(quotas={"small": quota}, cache_bytes=room * size) as rt:
+        small, others = rt.add_chunks(TEXTS, namespace="small"), rt.add_chunks(TEXTS)
+        holder = start(rt, small[:2], namespace="small", sampling=replace(LONG, max_tokens=40))
+        blocked = waiting(rt, small[2:3], "small")
+        passing = [waiting(rt, others, "") for _ in range(8)]
+        finished = 0
+        while not blocked.future.done() and finished < 400:
+            passing.pop(0).future.result(60)
+            passing.append(waiting(rt, others, ""))
+            finished += 1
+        assert blocked.future.done() and holder.future.done()
+        assert finished > 0
+        for ticket in passing:
+            ticket.future.result(60)
+        assert rt.check() == []
+
+
+def test_a_quota_that_pins_have_filled_is_no_reason_to_wait(quota: int) -> None:
+    with runtime(quota) as (rt, small, others):
+        holder = start(rt, small[:2], namespace="small")
+        blocked = waiting(rt, small[2:3], "small")
+        bystander = start(rt, others[:1], sampling=replace(LONG, max_tokens=400))
+        rt.pin(small[:2], namespace="small")
+        holder.cancel()
+        with pytest.raises(CacheFullError, match=r"quota of namespace 'small'.*unpin"):
+            blocked.future.result(60)
+        assert not bystander.future.done()
 
 
 def test_what_a_prefetch_holds_frees_no_page() -> None:

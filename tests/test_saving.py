@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from lazy_rag import LazyRAGError, Runtime
+from lazy_rag.keys import ChunkId
+from lazy_rag.records import KVRecords
 from tests.fixtures import make_runtime
 
 
@@ -76,3 +78,35 @@ def test_a_folder_without_a_store_and_one_cut_short_are_written(tmp_path: Path) 
         runtime.add_chunks(["again"])
         runtime.save(tmp_path)
     assert texts(tmp_path) == {"again"} and (tmp_path / "notes.txt").read_text() == "kept"
+
+
+def block(chunks: list[ChunkId], folder: Path) -> tuple[str, set[str]]:
+    """Put a file where the record of the first chunk belongs; returns its id, and those of others elsewhere."""
+    place = folder / "kv" / chunks[0][:2]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(b"in the way")
+    return chunks[0], {i for i in chunks if i[:2] != chunks[0][:2]}
+
+
+@pytest.mark.parametrize("how", ["close", "save a copy", "save a copy of what is on disk"])
+def test_one_record_that_cannot_be_written_costs_no_other(tmp_path: Path, how: str) -> None:
+    own, copy = tmp_path / "own", tmp_path / "copy"
+    runtime = make_runtime(store=own)
+    ids = runtime.add_chunks([f"text number {number}" for number in range(6)], encode="now")
+    if how == "save a copy of what is on disk":
+        runtime.save()
+        cache = runtime._engine.cache
+        runtime._engine.call(lambda: [cache.discard(i) for i in ids]).result()
+    folder = own if how == "close" else copy
+    blocked, others = block(ids, folder)
+    with pytest.raises(LazyRAGError, match="a file stands where a folder belongs"):
+        runtime.close() if how == "close" else runtime.save(copy)
+    assert len(others) >= 4
+    written = set(KVRecords(folder, "").ids())
+    assert others <= written and blocked not in written
+    runtime.close()
+    if how != "close":
+        (folder / "kv" / blocked[:2]).unlink()
+        with make_runtime(store=own) as again:
+            again.save(copy)  # what was cut short is no store of somebody else
+        assert len(texts(copy)) == 6

@@ -97,8 +97,8 @@ def test_waiting_by_priority_then_arrival() -> None:
         line.add(Waiting(rank))
     assert [request.rank for request in line] == sorted(order)
     assert len(line) == 5
-    line.remove(line.first())
-    assert line.first().rank == (-5, 9)
+    line.remove(next(iter(line)))
+    assert next(iter(line)).rank == (-5, 9)
     line.clear()
     assert not len(line)
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 import pytest
 
-from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams
+from lazy_rag import LayoutBuilder, PromptLayout, Runtime, SamplingParams, soundness
 from lazy_rag.errors import ConfigError
+from lazy_rag.keys import ChunkId, KeySpace
 from lazy_rag.layout import Chunk, LiveRun, Segment
+from lazy_rag.soundness import require_sound
 from tests.fixtures import PAGE, make_runtime
 
 SHORT = SamplingParams(max_tokens=2, temperature=0)
@@ -132,6 +136,43 @@ def test_tokens_under_a_foreign_id_are_refused(runtime: Runtime, sound: PromptLa
             CALLS[name](runtime, changed_chunk(sound, **changes))
     with pytest.raises(ConfigError, match="vocabulary"):
         CALLS[name](runtime, replace(sound, items=(*sound.items[:-1], LiveRun((384,), sound.items[-1].offset))))
+
+
+def test_what_this_runtime_made_is_not_looked_at_again(
+    runtime: Runtime, sound: PromptLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its very objects: what equals them is hashed as anything else. No words are made of what is sound."""
+    hashed, described, make, brief = [], [], KeySpace.chunk_id, soundness._brief
+    monkeypatch.setattr(KeySpace, "chunk_id", lambda *args: hashed.append(args[2]) or make(*args))
+    monkeypatch.setattr(soundness, "_brief", lambda value: described.append(value) or brief(value))
+    assert runtime.layout(sound) is sound
+    assert (hashed, described) == ([], [])
+    again = changed_chunk(sound)
+    assert again == sound
+    assert runtime.layout(again) is again
+    assert hashed == [again.chunks[sound.segments[1].chunk_id].token_ids]
+    monkeypatch.undo()
+    kept = runtime.chunk(runtime.add_chunks(["a b"])[0])
+    address = id(kept)
+    made = runtime._parts.chunker.made
+    assert made(kept) and not made(replace(kept)) and not made(copy(kept)) and not made(None)
+    del kept
+    assert address not in runtime._parts.chunker._made
+
+
+def test_token_ids_of_a_number_class_of_their_own_are_numbers() -> None:
+    class Token(IntEnum):
+        A = 3
+
+    def of(*token_ids: int) -> PromptLayout:
+        return LayoutBuilder(None, PAGE).segment(Chunk(ChunkId("a"), token_ids, 0)).live([1]).build()
+
+    assert require_sound(of(Token.A, 4))
+    for odd in ((Token.A, True), (3, False), (Token.A, -1), (Token.A, 1 << 31)):
+        with pytest.raises(ConfigError, match="token_ids"):
+            require_sound(of(*odd))
+    with pytest.raises(ConfigError, match="chunks"):  # also where there is no prefix to be compared with
+        require_sound(replace(of(3), chunks={**of(3).chunks, "b": None}))  # type: ignore[dict-item]
 
 
 def test_what_research_changes_still_runs(runtime: Runtime, sound: PromptLayout) -> None:
