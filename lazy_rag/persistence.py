@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lazy_rag.building import Parts, Settings
+from lazy_rag.catalog import stored_state
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.locks import lock_folder, unlock
 from lazy_rag.progress import progress_bar
 from lazy_rag.records import KVRecords
-from lazy_rag.retriever import Retriever, require_catalog
+from lazy_rag.retriever import CATALOG_FILE, Retriever, require_catalog
 from lazy_rag.store import (
     Manifest,
     open_folder,
@@ -62,27 +63,25 @@ class OpenStore:
 
 
 class Copies:
-    """Folders that one runtime has saved copies to: a store that somebody else wrote or changed is not replaced."""
+    """Folders that one runtime has saved copies to: a store that somebody else wrote, or changed a document of, is not
+    replaced. One that was only opened is."""
 
     def __init__(self) -> None:
-        self._left: dict[Path, tuple[Any, ...]] = {}
+        self._left: dict[Path, str | None] = {}
 
     def require_own(self, target: OpenStore) -> None:
         """Raises StoreError for a folder with a store other than what `note` saw there."""
-        if target.manifest is not None and self._left.get(target.folder.resolve()) != _state(target.folder):
+        if target.manifest is None:
+            return
+        state = stored_state(target.folder / CATALOG_FILE)
+        if state is None or self._left.get(target.folder.resolve()) != state:
             raise StoreError(
                 f"{str(target.folder)!r} holds a store that this runtime did not write, or that was changed since: "
-                "save to another folder, or pass replace=True to lose what is there"
+                "save to another folder, or pass replace=True to save to lose what is there"
             )
 
     def note(self, target: OpenStore) -> None:
-        self._left[target.folder.resolve()] = _state(target.folder)
-
-
-def _state(folder: Path) -> tuple[Any, ...]:
-    """Changes whenever documents of a store change: which files there are, how long, and when they were written."""
-    stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file() and path.suffix != ".lock"}
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items()))
+        self._left[target.folder.resolve()] = stored_state(target.folder / CATALOG_FILE)
 
 
 def _as_path(folder: Any) -> Path:

@@ -56,6 +56,46 @@ def test_a_copy_that_was_changed_since_is_kept(tmp_path: Path, change: Callable[
         runtime.save(tmp_path / "t")  # another folder is free
 
 
+def read(runtime: Runtime) -> None:
+    runtime.generate("Who?", [source.chunk_id for source in runtime.find()])
+
+
+def keep(runtime: Runtime) -> None:
+    runtime.save()
+
+
+def set_warm_list(runtime: Runtime) -> None:
+    runtime.warm([source.chunk_id for source in runtime.find()])
+
+
+@pytest.mark.parametrize("use", [read, keep, set_warm_list], ids=lambda use: use.__name__)
+def test_a_copy_that_was_only_opened_is_this_runtimes_still(tmp_path: Path, use: Callable[[Runtime], None]) -> None:
+    """As cells of a notebook do, run again. Closing a store writes its files anew."""
+    with make_runtime() as runtime:
+        runtime.add_chunks(["ours"])
+        runtime.save(tmp_path / "s")
+        for number in range(2):
+            with make_runtime(store=tmp_path / "s") as other:
+                use(other)
+            runtime.add_chunks([f"more {number}"])
+            runtime.save(tmp_path / "s")
+    assert texts(tmp_path / "s") == {"ours", "more 0", "more 1"}
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"no database")], ids=["gone", "broken"])
+def test_a_copy_whose_catalog_cannot_be_read_is_kept(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """Whatever it was replaced by meanwhile: a typed error, and nothing is written."""
+    with make_runtime() as runtime:
+        runtime.add_chunks(["ours"])
+        runtime.save(tmp_path / "s")
+        damage(tmp_path / "s" / "catalog.sqlite")
+        before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "s").iterdir() if path.is_file())
+        with pytest.raises(LazyRAGError, match="changed since"):
+            runtime.save(tmp_path / "s")
+        after = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "s").iterdir() if path.is_file())
+        assert after == before
+
+
 def test_a_runtime_saves_to_its_own_store_and_to_its_copies_again_and_again(tmp_path: Path) -> None:
     with make_runtime(store=tmp_path / "own") as runtime:
         for number in range(3):
