@@ -20,9 +20,13 @@ from lazy_rag.store import (
     Manifest,
     open_folder,
     read_manifest,
+    read_warm,
     require_same_space,
     write_manifest,
+    write_warm,
 )
+
+_RECORDS = ("kv", "quarantine")  # folders of a store whose content is looked after, and deleted
 
 
 class OpenStore:
@@ -33,6 +37,7 @@ class OpenStore:
     """
 
     def __init__(self, folder: str | Path, *, alone: bool = False) -> None:
+        _require_outside(_as_path(folder).resolve())
         self.folder = open_folder(_as_path(folder))
         self._lock = lock_folder(self.folder, alone=alone)
         try:
@@ -63,25 +68,37 @@ class OpenStore:
 
 
 class Copies:
-    """Folders that one runtime has saved copies to: a store that somebody else wrote, or changed a document of, is not
-    replaced. One that was only opened is."""
+    """Folders that one runtime has saved copies to: a store that somebody else wrote, or changed documents or the warm
+    list of, is not replaced. One that was only opened is."""
 
     def __init__(self) -> None:
-        self._left: dict[Path, str | None] = {}
+        self._left: dict[Path, tuple[str | None, dict[str, list[str]]]] = {}
 
     def require_own(self, target: OpenStore) -> None:
         """Raises StoreError for a folder with a store other than what `note` saw there."""
         if target.manifest is None:
             return
-        state = stored_state(target.folder / CATALOG_FILE)
-        if state is None or self._left.get(target.folder.resolve()) != state:
+        state = _state(target.folder)
+        if state[0] is None or self._left.get(target.folder.resolve()) != state:
             raise StoreError(
                 f"{str(target.folder)!r} holds a store that this runtime did not write, or that was changed since: "
                 "save to another folder, or pass replace=True to save to lose what is there"
             )
 
     def note(self, target: OpenStore) -> None:
-        self._left[target.folder.resolve()] = stored_state(target.folder / CATALOG_FILE)
+        self._left[target.folder.resolve()] = _state(target.folder)
+
+
+def _state(folder: Path) -> tuple[str | None, dict[str, list[str]]]:
+    """What people put into a store: its documents, as the catalog's state, and its warm lists."""
+    return stored_state(folder / CATALOG_FILE), read_warm(folder)
+
+
+def _require_outside(folder: Path) -> None:
+    """Raises StoreError for a folder among the records of a store."""
+    for inner, outer in zip([folder, *folder.parents], folder.parents, strict=False):
+        if inner.name in _RECORDS and any((outer / name).exists() for name in ("store.json", CATALOG_FILE)):
+            raise StoreError(f"{str(folder)!r} lies in the store {str(outer)!r}, among its records: use another folder")
 
 
 def _as_path(folder: Any) -> Path:
@@ -142,7 +159,8 @@ def load_arguments(directory: str | Path, model: Any, options: dict[str, Any]) -
 
 
 def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: Retriever, *, progress: bool) -> None:
-    """Write catalog, index and the KV of every resident chunk a document holds; drop records of chunks no longer held.
+    """Write catalog, index, warm lists and the KV of every resident chunk a document holds; drop records of chunks no
+    longer held.
 
     The engine only copies pages; what is deleted while they are written gets no name (`KVRecords.keep`), or, in a copy
     of the store, is dropped at the end.
@@ -150,6 +168,8 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     engine, own = parts.engine, parts.records
     if own is not None and own.folder != target.folder:
         own = None
+    # before anything is written: it may be unreadable
+    warm = read_warm(parts.records.folder) if parts.records is not None and own is None else {}
     records = own or KVRecords(target.folder, parts.layout, parts.keys.id)
     retriever.save(target.folder)
     resident = engine.call(engine.residency.in_memory).result()
@@ -163,6 +183,9 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
                 if copy is not None:
                     records.save(chunk, *copy)
             bar.update()
+    if own is None:
+        there = {space: [i for i in ids if i in held] for space, ids in warm.items()}
+        write_warm(target.folder, {space: ids for space, ids in there.items() if ids})
     # evicted chunks of this runtime's own store belong to a copy too
     if parts.records is not None and own is None:
         for chunk in _chunks(parts, retriever, held):

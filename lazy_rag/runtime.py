@@ -657,10 +657,10 @@ class Runtime:
 
     @checked_keywords()
     def save(self, directory: str | Path | None = None, *, replace: bool = False) -> None:
-        """Write index, metadata and the KV in memory to a folder (default: the runtime's store).
+        """Write index, metadata, warm lists and the KV in memory to a folder (default: the runtime's store).
 
         A store that is in the folder already is refused with a StoreError unless this runtime wrote it there and nobody
-        changed its documents since, or `replace` is True: what it holds would be lost.
+        changed its documents or warm lists since, or `replace` is True: what it holds would be lost.
         """
         self._require_open()
         place = directory if directory is not None else None if self._store is None else self._store.folder
