@@ -37,7 +37,7 @@ class OpenStore:
     """
 
     def __init__(self, folder: str | Path, *, alone: bool = False) -> None:
-        _require_outside(_as_path(folder).resolve())
+        _require_outside(Path(os.path.realpath(_as_path(folder))))  # which no loop of links can stop
         self.folder = open_folder(_as_path(folder))
         self._lock = lock_folder(self.folder, alone=alone)
         try:
@@ -97,7 +97,7 @@ def _state(folder: Path) -> tuple[str | None, dict[str, list[str]]]:
 def _require_outside(folder: Path) -> None:
     """Raises StoreError for a folder among the records of a store."""
     for inner, outer in zip([folder, *folder.parents], folder.parents, strict=False):
-        if inner.name in _RECORDS and any((outer / name).exists() for name in ("store.json", CATALOG_FILE)):
+        if inner.name in _RECORDS and any(os.path.exists(outer / name) for name in ("store.json", CATALOG_FILE)):
             raise StoreError(f"{str(folder)!r} lies in the store {str(outer)!r}, among its records: use another folder")
 
 
