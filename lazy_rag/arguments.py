@@ -1,4 +1,4 @@
-"""Refusing wrong keywords with a typed error that says what was meant."""
+"""What many calls check of their arguments: refused with a typed error that says what was meant."""
 
 from __future__ import annotations
 
