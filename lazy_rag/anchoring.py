@@ -8,8 +8,9 @@ cover it, so where both stand at the right distance the chunk stands, but for a 
 
     prompt ─ rolling hash of every window of m ─► table of first parts ─► few places ─► last parts ─► digest
 
-The work does not depend on the number of chunks, and hardly on what the prompt repeats. Memory is about a kilobyte per
-chunk, whatever its length.
+The work does not depend on the number of chunks. It is in proportion to the length of the prompt, and many times as
+much where the prompt repeats what chunks repeat: 200 000 dashes took 2.4 s where rows of 1 to 64 dashes were chunks
+(benchmarks/RESULTS.md). Memory is about a kilobyte per chunk, whatever its length.
 """
 
 from __future__ import annotations
@@ -272,8 +273,8 @@ class _Windows:
         """The longest text of the level that stands at a place."""
         head = int(self._hashes[place])
         entries = self._level.heads.entries[head]
-        fitting = bisect_left(entries, (len(self._text) - place + 1, 0))
-        for length, _ in self._consistent(place, head, entries, fitting):
+        fitting = bisect_left(entries, (len(self._text) - place + 1, 0))  # how many end within the text
+        for length in self._consistent(place, head, entries, fitting):
             stop = place + length
             if _inside_word(self._text, stop):
                 continue
@@ -282,21 +283,19 @@ class _Windows:
                 return Anchor(place, stop, min(ids))
         return None
 
-    def _consistent(
-        self, place: int, head: int, entries: list[tuple[int, int]], fitting: int
-    ) -> Iterable[tuple[int, int]]:
-        """Those of the first so many entries whose last part stands where it must, the longest first."""
+    def _consistent(self, place: int, head: int, entries: list[tuple[int, int]], fitting: int) -> Iterable[int]:
+        """Lengths of those of the first `fitting` entries whose last part stands where it must, the longest first."""
         if fitting < _MANY:
             for length, tail in reversed(entries[:fitting]):
                 if int(self._hashes[place + length - self.size]) == tail:
-                    yield length, tail
+                    yield length
             return
         if head not in self._arrays:
             lengths, tails = zip(*entries, strict=True)
             self._arrays[head] = np.array(lengths, dtype=np.int64), np.array(tails, dtype=np.uint64)
         array, wanted = self._arrays[head]
         right = self._hashes[place - self.size + array[:fitting]] == wanted[:fitting]
-        yield from (entries[n] for n in reversed(np.flatnonzero(right).tolist()))
+        yield from (entries[n][0] for n in reversed(np.flatnonzero(right).tolist()))
 
 
 def _followed(places: list[int], ends: NDArray[np.int64], size: int) -> list[int]:

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 from lazy_rag.errors import ConfigError
 
@@ -18,7 +18,8 @@ PLANNED = frozenset({"reuse", "verify"})
 
 
 def checked_keywords(options: type[Any] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Turn Python's TypeError for an unknown keyword into ConfigError, before anything runs.
+    """Turn Python's TypeError for an unknown keyword into ConfigError, before anything runs. A keyword declared as
+    `bool` takes nothing else either: "no" would be true.
 
     A TypeError would be swallowed by LlamaIndex's refine synthesizer and become "Empty Response".
 
@@ -30,12 +31,16 @@ def checked_keywords(options: type[Any] | None = None) -> Callable[[Callable[P, 
         parameters = inspect.signature(function).parameters.values()
         known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
         known += [] if options is None else list(options.__annotations__)
+        flags = {p.name for p in parameters if p.annotation in (bool, "bool")}
+        flags |= set() if options is None else {name for name, kind in get_type_hints(options).items() if kind is bool}
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
                 if name not in known:
                     raise ConfigError(_refusal(function.__qualname__, name, known))
+                if name in flags and not isinstance(kwargs[name], bool):
+                    raise ConfigError(f"{name}={kwargs[name]!r} must be True or False")
             return function(*args, **kwargs)
 
         return checked

@@ -14,7 +14,7 @@ import secrets
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -539,6 +539,16 @@ def require_catalog(directory: Path) -> None:
         f"{str(path)!r} {what}, and without it nothing tells which documents the store holds. Nothing was changed: "
         "bring the file back from a copy, or add the documents again in a new folder"
     )
+
+
+def stored_state(path: Path) -> str | None:
+    """`Catalog.state` of a database that somebody else may use: it is only read. None where none can be."""
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            row = database.execute("SELECT value FROM meta WHERE key = 'state'").fetchone()
+    except sqlite3.Error:
+        return None
+    return None if row is None else str(row[0])
 
 
 def _same_tokens(stored: ChunkRecord, new: ChunkRecord) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from lazy_rag.documents import is_unnamed
 from lazy_rag.layout import LiveRun, PromptLayout, Segment
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def receipt_html(receipt: Receipt) -> str:
                 f"{_count(receipt.tokens_generated, 'token')} generated",
             ]
         ),
-        _rows(rows, len(receipt.chunks), _USE_HEAD),
+        _rows(rows, len(receipt.chunks), _USE_HEAD, narrow=True),
     )
 
 
@@ -349,12 +350,12 @@ def _table(answer: Answer) -> str:
 _USE_HEAD = '<th></th><th>chunk</th><th class="lr-n">offset</th><th class="lr-n">tokens</th><th>found in</th>'
 
 
-def _rows(rows: list[str], count: int, head: str) -> str:
-    """The table of chunks from its rows; `count` of them in all."""
+def _rows(rows: list[str], count: int, head: str, *, narrow: bool = False) -> str:
+    """The table of chunks from its rows; `count` of them in all. `narrow`: as wide as its cells need."""
     if count > len(rows):
         rows = [*rows, f'<tr><td colspan="7" class="lr-dim">{count - len(rows)} more</td></tr>']
-    narrow = "" if "source" in head else ' class="lr-narrow"'
-    return f"<table{narrow}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    style = ' class="lr-narrow"' if narrow else ""
+    return f"<table{style}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _row(use: ChunkUse, name: str, more: str = "") -> str:
@@ -375,8 +376,8 @@ def _source_cells(name: str | None, source: Source | None) -> str:
 
 def _source_cell(source: Source) -> str:
     """Name and excerpt; the text unfolds where it is longer than its excerpt."""
-    # a document that was given no id is called after its chunk, whose id stands beside it
-    own = "" if (source.document_id or "").startswith(source.chunk_id) else source.document_id
+    # the chunk's id, after which it is called without one of its own, stands beside it
+    own = "" if is_unnamed(source.document_id or "", source.chunk_id) else source.document_id
     name = str(source.metadata.get("file_name") or own or "")[:_EXCERPT]
     flat = " ".join(source.text[:MAX_TEXT].split())
     shown = (f"<b>{escape(name)}</b> " if name else "") + escape(flat[:_EXCERPT])

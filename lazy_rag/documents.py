@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -323,3 +324,18 @@ class _HtmlReader(HTMLParser):
         joined = re.sub(r" *\n *", "\n", "".join(self._parts))
         joined = re.sub(r" {2,}", " ", re.sub(r"\n{3,}", "\n\n", joined))
         return joined.replace("\0", " ").strip()
+
+
+def unnamed(chunk_ids: Sequence[str]) -> list[str]:
+    """Document ids for chunks added without any; a text given twice is two documents of one chunk."""
+    seen: Counter[str] = Counter()
+    names = []
+    for chunk_id in chunk_ids:
+        seen[chunk_id] += 1
+        names.append(chunk_id if seen[chunk_id] == 1 else f"{chunk_id}#{seen[chunk_id]}")
+    return names
+
+
+def is_unnamed(document_id: str, chunk_id: str) -> bool:
+    """Whether a document of this chunk was added without an id."""
+    return document_id.split("#")[0] == chunk_id

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lazy_rag.building import Parts, Settings
-from lazy_rag.catalog import require_catalog
+from lazy_rag.catalog import CATALOG_FILE, require_catalog, stored_state
 from lazy_rag.chunking import damaged
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
@@ -24,9 +24,13 @@ from lazy_rag.store import (
     as_path,
     open_folder,
     read_manifest,
+    read_warm,
     require_same_space,
     write_manifest,
+    write_warm,
 )
+
+_RECORDS = ("kv", "quarantine")  # folders of a store whose content is looked after, and deleted
 
 
 class OpenStore:
@@ -37,6 +41,7 @@ class OpenStore:
     """
 
     def __init__(self, folder: str | Path, *, alone: bool = False) -> None:
+        _require_outside(Path(os.path.realpath(as_path(folder))))  # which no loop of links can stop
         self.folder = open_folder(folder)
         self._lock = lock_folder(self.folder, alone=alone)
         try:
@@ -67,27 +72,37 @@ class OpenStore:
 
 
 class Copies:
-    """Folders that one runtime has saved copies to: a store that somebody else wrote or changed is not replaced."""
+    """Folders that one runtime has saved copies to: a store that somebody else wrote, or changed documents or the warm
+    list of, is not replaced. One that was only opened is."""
 
     def __init__(self) -> None:
-        self._left: dict[Path, tuple[Any, ...]] = {}
+        self._left: dict[Path, tuple[str | None, dict[str, list[str]]]] = {}
 
     def require_own(self, target: OpenStore) -> None:
         """Raises StoreError for a folder with a store other than what `note` saw there."""
-        if target.manifest is not None and self._left.get(target.folder.resolve()) != _state(target.folder):
+        if target.manifest is None:
+            return
+        state = _state(target.folder)
+        if state[0] is None or self._left.get(target.folder.resolve()) != state:
             raise StoreError(
                 f"{str(target.folder)!r} holds a store that this runtime did not write, or that was changed since: "
-                "save to another folder, or pass replace=True to lose what is there"
+                "save to another folder, or pass replace=True to save to lose what is there"
             )
 
     def note(self, target: OpenStore) -> None:
         self._left[target.folder.resolve()] = _state(target.folder)
 
 
-def _state(folder: Path) -> tuple[Any, ...]:
-    """Changes whenever documents of a store change: which files there are, how long, and when they were written."""
-    stats = {path.name: path.stat() for path in folder.iterdir() if path.is_file() and path.suffix != ".lock"}
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items()))
+def _state(folder: Path) -> tuple[str | None, dict[str, list[str]]]:
+    """What people put into a store: its documents, as the catalog's state, and its warm lists."""
+    return stored_state(folder / CATALOG_FILE), read_warm(folder)
+
+
+def _require_outside(folder: Path) -> None:
+    """Raises StoreError for a folder among the records of a store."""
+    for inner, outer in zip([folder, *folder.parents], folder.parents, strict=False):
+        if inner.name in _RECORDS and any(os.path.exists(outer / name) for name in ("store.json", CATALOG_FILE)):
+            raise StoreError(f"{str(folder)!r} lies in the store {str(outer)!r}, among its records: use another folder")
 
 
 def same_folder(a: str | Path, b: Path) -> bool:
@@ -142,7 +157,8 @@ def load_arguments(directory: str | Path, model: Any, options: dict[str, Any]) -
 
 
 def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: Retriever, *, progress: bool) -> None:
-    """Write catalog, index and the KV of every resident chunk a document holds; drop records of chunks no longer held.
+    """Write catalog, index, warm lists and the KV of every resident chunk a document holds; drop records of chunks no
+    longer held.
 
     The engine only copies pages; what is deleted while they are written gets no name (`KVRecords.keep`), or, in a copy
     of the store, is dropped at the end. Raises StoreError when a record cannot be written; the others are.
@@ -150,6 +166,8 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
     engine, own = parts.engine, parts.records
     if own is not None and own.folder != target.folder:
         own = None
+    # before anything is written: it may be unreadable
+    warm = read_warm(parts.records.folder) if parts.records is not None and own is None else {}
     records = own or KVRecords(target.folder, parts.layout, parts.keys.id)
     retriever.save(target.folder)
     resident = engine.call(engine.residency.in_memory).result()
@@ -171,6 +189,9 @@ def write_store(target: OpenStore, manifest: Manifest, parts: Parts, retriever: 
                 if copy is not None:
                     keep(chunk, *copy)
             bar.update()
+    if own is None:
+        there = {space: [i for i in ids if i in held] for space, ids in warm.items()}
+        write_warm(target.folder, {space: ids for space, ids in there.items() if ids})
     # evicted chunks of this runtime's own store belong to a copy too
     if parts.records is not None and own is None:
         for chunk in _chunks(parts, retriever, held):

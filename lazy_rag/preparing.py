@@ -57,7 +57,9 @@ class ChatOptions(RequestOptions, total=False):
     """RequestOptions, and what is for conversations only.
 
     anchor:              serve added chunks from the cache wherever their text stands verbatim in the messages
-    tools:               functions the model may call: mappings with name, description and parameters (OpenAI's form)
+    tools:               functions the model may call: mappings with name, description and parameters (OpenAI's form).
+                         With a json_schema too, an answer is a call or follows it; one that it lets look like a call of
+                         a tool, {"name": <a tool's>, "arguments": ...}, may be read as one
     tool_choice:         "auto", "required", "none", or a tool's name
     parallel_tool_calls: whether an answer may hold several calls
     """
@@ -178,9 +180,8 @@ class Preparer:
         sampling = self._sampling(options)
         if tools is not None:
             schema = sampling.json_schema
-            tools = replace(
-                self._parts.conversations.with_format(tools), answer=None if schema is None else str(schema)
-            )
+            assert schema is None or isinstance(schema, str)  # SamplingParams keeps it as text
+            tools = replace(self._parts.conversations.with_format(tools), answer=schema)
             grammar = tools.grammar()
             if grammar is not None:
                 if sampling.regex is not None or sampling.grammar is not None:

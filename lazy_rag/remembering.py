@@ -6,13 +6,14 @@ they are not searched, and a store does not keep them.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from lazy_rag.catalog import ChunkRecord
 from lazy_rag.chunking import Chunker
-from lazy_rag.errors import UnknownChunkError
+from lazy_rag.errors import ContextOverflowError, UnknownChunkError
 from lazy_rag.retriever import Retriever
 
 LIMIT = 20_000  # texts
@@ -27,6 +28,7 @@ class Remembered:
         self._limit = limit
         self._lock = threading.Lock()  # the retriever's owner thread takes it: who holds it must not wait for that one
         self._records: OrderedDict[str, ChunkRecord] = OrderedDict()
+        self._parts: OrderedDict[tuple[str, bytes], list[str]] = OrderedDict()  # of a long text, by space and digest
 
     def add(self, texts: Sequence[str], namespace: str) -> list[str]:
         """The ids of chunks with these texts. One that is known already, by whatever way, is not tokenised again."""
@@ -36,15 +38,48 @@ class Remembered:
         finally:
             self._drop_anchors(dropped)
 
+    def add_parts(self, text: str, namespace: str, *, longest: int, part: int) -> list[str]:
+        """The id of the chunk with a text; of a text whose chunk has more than `longest` tokens, the ids of parts of at
+        most `part` tokens each, in order. Only what the ids name is remembered; how a text was cut is too."""
+        if not isinstance(text, str):
+            return self.add([text], namespace)  # which refuses it
+        key = (namespace, hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+        with self._lock:
+            cut = self._parts.get(key)
+        if cut is not None and self.records(cut).keys() == set(cut):
+            return list(cut)
+        dropped: list[ChunkRecord] = []
+        try:
+            known = self._known(text, namespace)
+            record = known or self._chunker.record(text, namespace)
+            if len(record.token_ids) <= longest:
+                return [record.chunk_id if known else self._remember(record, dropped)]
+        except ContextOverflowError:
+            pass
+        finally:
+            self._drop_anchors(dropped)
+        ids = self.add(self._chunker.cut(text, part), namespace)
+        with self._lock:
+            self._parts[key] = list(ids)
+            self._parts.move_to_end(key)
+            while len(self._parts) > self._limit:
+                self._parts.popitem(last=False)
+        return ids
+
+    def _known(self, text: str, namespace: str) -> ChunkRecord | None:
+        known = self._retriever.anchors.id_of(text, namespace) if isinstance(text, str) else None
+        return None if known is None else self.records([known]).get(known)
+
     def _id(self, text: str, namespace: str, dropped: list[ChunkRecord]) -> str:
-        anchors = self._retriever.anchors
-        known = anchors.id_of(text, namespace) if isinstance(text, str) else None
-        if known is not None and self.records([known]):
-            return known
-        record = self._chunker.record(text, namespace)
+        known = self._known(text, namespace)
+        if known is not None:
+            return known.chunk_id
+        return self._remember(self._chunker.record(text, namespace), dropped)
+
+    def _remember(self, record: ChunkRecord, dropped: list[ChunkRecord]) -> str:
         with self._lock:
             self._records[record.chunk_id] = record
-            anchors.add(record.chunk_id, record.text, namespace)
+            self._retriever.anchors.add(record.chunk_id, record.text, record.namespace)
             while len(self._records) > self._limit:
                 dropped.append(self._records.popitem(last=False)[1])
         return record.chunk_id

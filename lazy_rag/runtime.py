@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import replace
@@ -32,12 +32,11 @@ from lazy_rag.arguments import check_namespace, checked_keywords
 from lazy_rag.building import Settings, build, known_ttl
 from lazy_rag.captures import GATE
 from lazy_rag.display import runtime_html
-from lazy_rag.documents import load_documents
+from lazy_rag.documents import load_documents, unnamed
 from lazy_rag.embedder import Embedder
 from lazy_rag.engine import Engine
 from lazy_rag.errors import (
     ConfigError,
-    ContextOverflowError,
     EmptyCorpusError,
     RuntimeClosedError,
     StoreError,
@@ -283,7 +282,7 @@ class Runtime:
             raise EmptyCorpusError("no text was given to add")
         space = self._preparer.space(namespace)
         records = [self._parts.chunker.record(text, space) for text in texts]
-        names = _document_names([record.chunk_id for record in records]) if ids is None else list(_listed(ids, "ids"))
+        names = unnamed([record.chunk_id for record in records]) if ids is None else list(_listed(ids, "ids"))
         if metadata is None or isinstance(metadata, Mapping):
             each = [metadata or {}] * len(records)
         else:
@@ -307,22 +306,23 @@ class Runtime:
         _known_encode(encode)
         listed = list(_listed(texts, "texts"))
         space = self._preparer.space(namespace)
-        ids = [ChunkId(i) for i in self._preparer.remembered.add(listed, space)]
-        if encode == "now":
-            self._encode([self.chunk(i, namespace=space) for i in dict.fromkeys(ids)], evict=False)
-        return ids
+        return self._remembered(self._preparer.remembered.add(listed, space), encode, space)
 
     @checked_keywords()
     def remember_parts(self, text: str, *, encode: str = "on_use", namespace: str | None = None) -> list[ChunkId]:
         """`remember` for a text of any length: one that takes more than half of the context is cut, where sentences
         end if it can be, into parts of at most a quarter of the context each, in order."""
-        try:
-            known = self.remember([text], namespace=namespace)
-            whole = 2 * len(self.chunk(known[0], namespace=namespace)) <= self.max_context
-        except ContextOverflowError:
-            whole = False
-        parts = [text] if whole else self._parts.chunker.cut(text, self.max_context // 4)
-        return self.remember(parts, encode=encode, namespace=namespace)
+        self._require_open()
+        _known_encode(encode)
+        space = self._preparer.space(namespace)
+        longest, part = self.max_context // 2, self.max_context // 4
+        ids = self._preparer.remembered.add_parts(text, space, longest=longest, part=part)
+        return self._remembered(ids, encode, space)
+
+    def _remembered(self, ids: Sequence[str], encode: str, namespace: str) -> list[ChunkId]:
+        if encode == "now":
+            self._encode([self.chunk(i, namespace=namespace) for i in dict.fromkeys(ids)], evict=False)
+        return [ChunkId(i) for i in ids]
 
     def _index(
         self,
@@ -668,12 +668,11 @@ class Runtime:
     # keeping
 
     @checked_keywords()
-    @checked_keywords()
     def save(self, directory: str | Path | None = None, *, replace: bool = False) -> None:
-        """Write index, metadata and the KV in memory to a folder (default: the runtime's store).
+        """Write index, metadata, warm lists and the KV in memory to a folder (default: the runtime's store).
 
-        A store that is in the folder already is refused with a StoreError unless this runtime wrote it there, or
-        `replace` is True: what it holds would be lost.
+        A store that is in the folder already is refused with a StoreError unless this runtime wrote it there and nobody
+        changed its documents or warm lists since, or `replace` is True: what it holds would be lost.
         """
         self._require_open()
         place = directory if directory is not None else None if self._store is None else self._store.folder
@@ -808,16 +807,6 @@ def _listed(values: Any, name: str) -> Iterable[Any]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ConfigError(f"{name} takes a list; for one value pass [value]")
     return values
-
-
-def _document_names(chunk_ids: Sequence[str]) -> list[str]:
-    """Document ids for chunks added without any; a text given twice is two documents of one chunk."""
-    seen: Counter[str] = Counter()
-    names = []
-    for chunk_id in chunk_ids:
-        seen[chunk_id] += 1
-        names.append(chunk_id if seen[chunk_id] == 1 else f"{chunk_id}#{seen[chunk_id]}")
-    return names
 
 
 def _let_go(engine: Engine, retriever: Retriever, model: LanguageModel, store: OpenStore | None, home: Home) -> None:

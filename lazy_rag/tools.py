@@ -58,7 +58,8 @@ class ToolUse:
     Args:
         choice: "auto" (text or calls), "required" (calls), "none" (text) or the name of a tool (a call of it).
         parallel: whether an answer may hold several calls.
-        answer: JSON schema, as text, of an answer that is no call; None for free text.
+        answer: JSON schema, as text, of an answer that is no call; None for free text. With a `format` that marks calls
+            by nothing else, an answer that the schema lets look like a call of one of the tools is read as one.
     """
 
     tools: tuple[dict[str, Any], ...]

@@ -52,7 +52,7 @@ def run(end: str, folder: Path) -> int:
     wanted = [at(end, requirement) for requirement in declared()]
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
     subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", *wanted], check=True)
-    paths = [str(ROOT / folder) for folder in ("", "kernels", "integrations")]
+    paths = [str(ROOT / name) for name in ("", "kernels", "integrations")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     names = [requirement.name for requirement in declared()]
     shown = subprocess.check_output([python, "-c", SHOW, *names], text=True, env=environment).strip()

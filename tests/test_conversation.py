@@ -246,6 +246,43 @@ def test_remembered_texts_are_bounded_and_known_ones_not_tokenised_again(monkeyp
         assert tokenised == []
 
 
+def test_of_a_text_that_is_cut_only_the_parts_are_remembered_and_it_is_cut_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The whole text was anchored too: a chat that held it verbatim encoded it once more, beside its parts."""
+    long = " ".join(f"Sentence {number} of the text says {number}." for number in range(40))
+    with make_runtime(max_context=512) as rt:
+        tokens = len(rt.tokenizer.encode(long))
+        text = long[: len(long) * 340 // tokens]  # a chunk by its length, and more than half of the context
+        chunker, done = rt._parts.chunker, []
+        for name in ("record", "cut"):
+            make = getattr(chunker, name)
+            monkeypatch.setattr(chunker, name, lambda *a, name=name, make=make: done.append(name) or make(*a))
+        for given in (text, long * 3):
+            parts = rt.remember_parts(given, encode="now")
+            assert len(parts) > 1 and rt._retriever.anchors.id_of(given) is None
+            assert done.count("cut") == 1
+            done.clear()
+            assert rt.remember_parts(given) == parts and done == []
+        assert rt.remember_parts("Short.") == rt.remember(["Short."]) == rt.remember_parts(" Short. ")
+        assert done == ["record"]
+        parts = rt.remember_parts(text)
+        uses = chunk_uses(rt.chat([{"role": "user", "content": f"{text}\n?"}], anchor=True, sampling=GREEDY))
+        assert [use.chunk_id for use in uses] == parts and all(use.hit for use in uses)
+        rt.add_chunks([rt._preparer.remembered.chunk(parts[0]).text], ids=["d"])
+        rt.delete(["d"])  # in every form: it is made again
+        done.clear()
+        assert rt.remember_parts(text) == parts and done[:2] == ["record", "cut"]
+
+
+def test_how_texts_were_cut_is_bounded() -> None:
+    with make_runtime() as rt:
+        remembered = Remembered(rt._parts.chunker, rt._retriever, limit=3)
+        for number in range(5):
+            assert len(remembered.add_parts(f"Text {number} has some words in it.", "", longest=4, part=8)) > 1
+        assert len(remembered._parts) == 3 and len(remembered._records) == 3
+
+
 def test_a_chunk_added_while_its_remembered_text_is_dropped_keeps_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The catalog is asked, and the anchor removed, in one turn of the thread that adds chunks."""
     with make_runtime() as rt:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from lazy_rag import ChunkRange, LayoutBuilder, Runtime, cli
+from lazy_rag import ChunkRange, LayoutBuilder, LazyRAGError, Runtime, cli
 from lazy_rag.catalog import ChunkRecord, compile_filter
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
@@ -596,3 +596,21 @@ def test_a_runtime_survives_what_it_refuses() -> None:
             with pytest.raises(ConfigError):
                 runtime.add_documents("text of it", namespace=namespace)  # type: ignore[arg-type]
         assert runtime.query("half a \udcff pair").text is not None
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None], ids=repr)
+def test_flags_are_true_or_false(tmp_path: Path, value: object) -> None:
+    """Text such as "no" is true in Python."""
+    with make_runtime() as runtime:
+        calls: list[Callable[..., object]] = [
+            lambda **flag: runtime.save(tmp_path / "s", **flag),
+            lambda **flag: runtime.check_store(**flag),
+            lambda **flag: runtime.delete(["x"], **flag),
+            lambda **flag: runtime.chat("Who?", **flag),
+            lambda **flag: runtime.chat("Who?", **flag),
+            lambda **flag: make_runtime(**flag),
+        ]
+        for call, name in zip(calls, ["replace", "repair", "missing_ok", "anchor", "stream", "progress"], strict=True):
+            with pytest.raises(LazyRAGError, match=f"{name}=.* must be True or False"):
+                call(**{name: value})
+        assert not (tmp_path / "s").exists()

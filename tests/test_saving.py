@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -44,7 +46,11 @@ def delete(runtime: Runtime) -> None:
     runtime.delete([source.chunk_id for source in runtime.find()])
 
 
-@pytest.mark.parametrize("change", [add, delete], ids=lambda change: change.__name__)
+def set_warm_list(runtime: Runtime) -> None:
+    runtime.warm([source.chunk_id for source in runtime.find()])
+
+
+@pytest.mark.parametrize("change", [add, delete, set_warm_list], ids=lambda change: change.__name__)
 def test_a_copy_that_was_changed_since_is_kept(tmp_path: Path, change: Callable[[Runtime], None]) -> None:
     with make_runtime() as runtime:
         runtime.add_chunks(["ours"])
@@ -56,6 +62,42 @@ def test_a_copy_that_was_changed_since_is_kept(tmp_path: Path, change: Callable[
             runtime.save(tmp_path / "s")
         assert texts(tmp_path / "s") == before
         runtime.save(tmp_path / "t")  # another folder is free
+
+
+def read(runtime: Runtime) -> None:
+    runtime.generate("Who?", [source.chunk_id for source in runtime.find()])
+
+
+def keep(runtime: Runtime) -> None:
+    runtime.save()
+
+
+@pytest.mark.parametrize("use", [read, keep], ids=lambda use: use.__name__)
+def test_a_copy_that_was_only_opened_is_this_runtimes_still(tmp_path: Path, use: Callable[[Runtime], None]) -> None:
+    """As cells of a notebook do, run again. Closing a store writes its files anew."""
+    with make_runtime() as runtime:
+        runtime.add_chunks(["ours"])
+        runtime.save(tmp_path / "s")
+        for number in range(2):
+            with make_runtime(store=tmp_path / "s") as other:
+                use(other)
+            runtime.add_chunks([f"more {number}"])
+            runtime.save(tmp_path / "s")
+    assert texts(tmp_path / "s") == {"ours", "more 0", "more 1"}
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"no database")], ids=["gone", "broken"])
+def test_a_copy_whose_catalog_cannot_be_read_is_kept(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    """Whatever it was replaced by meanwhile: a typed error, and nothing is written."""
+    with make_runtime() as runtime:
+        runtime.add_chunks(["ours"])
+        runtime.save(tmp_path / "s")
+        damage(tmp_path / "s" / "catalog.sqlite")
+        before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "s").iterdir() if path.is_file())
+        with pytest.raises(LazyRAGError, match="changed since"):
+            runtime.save(tmp_path / "s")
+        after = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "s").iterdir() if path.is_file())
+        assert after == before
 
 
 def test_a_runtime_saves_to_its_own_store_and_to_its_copies_again_and_again(tmp_path: Path) -> None:
@@ -110,3 +152,52 @@ def test_one_record_that_cannot_be_written_costs_no_other(tmp_path: Path, how: s
         with make_runtime(store=own) as again:
             again.save(copy)  # what was cut short is no store of somebody else
         assert len(texts(copy)) == 6
+
+
+def warm_list(folder: Path) -> object:
+    return json.loads((folder / "warm.json").read_text())
+
+
+def test_a_copy_has_the_warm_list_of_its_runtime_and_no_other(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path / "old") as old:
+        old.warm(old.add_chunks(["theirs"]))
+    with make_runtime(store=tmp_path / "own") as runtime:
+        ours, gone = runtime.add_chunks(["ours", "gone"])
+        runtime.warm([ours, gone])
+        runtime.warm(runtime.add_chunks(["another"], namespace="b"), namespace="b")
+        runtime.delete([gone])
+        runtime.delete([runtime.find(namespace="b")[0].chunk_id], namespace="b")
+        for place in ("old", "new"):
+            runtime.save(tmp_path / place, replace=True)
+            assert warm_list(tmp_path / place) == {"": [ours]}
+    with make_runtime() as runtime:  # without a store, without a warm list
+        runtime.add_chunks(["third"])
+        runtime.save(tmp_path / "old", replace=True)
+    assert warm_list(tmp_path / "old") == {}
+
+
+def test_a_warm_list_that_cannot_be_read_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path / "own") as runtime:
+        runtime.add_chunks(["ours"])
+        (tmp_path / "own" / "warm.json").write_text("[1")
+        with pytest.raises(LazyRAGError, match="warm list"):
+            runtime.save(tmp_path / "copy")
+        assert not (tmp_path / "copy" / "store.json").exists()
+        runtime.save()
+
+
+@pytest.mark.parametrize("place", ["kv", "quarantine", "kv/ab/copy", "quarantine/copy"])
+@pytest.mark.parametrize("own", [True, False], ids=["its own", "another's"])
+def test_nothing_is_saved_among_the_records_of_a_store(tmp_path: Path, place: str, own: bool) -> None:
+    """The next collection of the outer store deleted such a copy."""
+    with make_runtime(store=tmp_path / "s") as outer:
+        outer.add_chunks(["text"])
+        (tmp_path / "link").symlink_to(tmp_path / "s")
+        with nullcontext(outer) if own else make_runtime() as runtime:
+            for folder in (tmp_path / "s" / place, tmp_path / "link" / place):
+                with pytest.raises(LazyRAGError, match="among its records"):
+                    runtime.save(folder)
+                with pytest.raises(LazyRAGError, match="among its records"):
+                    make_runtime(store=folder)
+                assert not (tmp_path / "s" / "kv" / "ab" / "copy").exists()
+            runtime.save(tmp_path / place)  # folders may be called so elsewhere

@@ -344,7 +344,9 @@ def _schema_of(form: Any, other: Any) -> Any:
     """The JSON schema of a response format in OpenAI's form. Raises LazyRAGError for what is none."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     inner = form.get("json_schema") if kind == "json_schema" else None
-    if kind not in ("text", "json_object", "json_schema") or (kind == "json_schema" and not isinstance(inner, Mapping)):
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    known = isinstance(schema, Mapping) if kind == "json_schema" else kind in ("text", "json_object")
+    if not known:
         raise LazyRAGError(
             f'response_format={form!r} is not {{"type": "json_schema", "json_schema": {{"schema": ...}}}}, nor of type '
             "json_object or text"
@@ -353,7 +355,7 @@ def _schema_of(form: Any, other: Any) -> Any:
         raise LazyRAGError("response_format and json_schema say the same: give one of them")
     if kind == "text":
         return None
-    return {"type": "object"} if inner is None else inner.get("schema")
+    return schema if kind == "json_schema" else {"type": "object"}
 
 
 def _tool_choice(choice: Any) -> str:

@@ -38,7 +38,8 @@ def to_messages(
     contents = [_pieces(message.content) for message in messages]
     blocks = [piece["text"].strip() for pieces in contents for piece in pieces if isinstance(piece, Mapping)]
     chunks = {text: runtime.remember_parts(text, namespace=namespace) for text in dict.fromkeys(blocks) if text}
-    for text in dict.fromkeys(_artifacts(messages)) if anchor else ():
+    documents = dict.fromkeys(_artifacts(messages)) if anchor else {}
+    for text in documents:
         with suppress(ContextOverflowError):  # what is too long for a chunk is live text where the message holds it
             runtime.remember([text], namespace=namespace)
     return [_message(message, pieces, chunks) for message, pieces in zip(messages, contents, strict=True)]

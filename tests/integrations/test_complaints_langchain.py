@@ -9,7 +9,6 @@ import ast
 import asyncio
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,6 @@ from tests.fixtures import make_runtime, pages
 from tests.notebooks import run_cells
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-@pytest.fixture
-def rt() -> Iterator[Runtime]:
-    with make_runtime() as runtime:
-        yield runtime
-        assert runtime.check() == []
 
 
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:

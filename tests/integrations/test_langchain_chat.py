@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle  # programs copy and send model objects about; none of ours is ever read from a file
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -38,18 +37,6 @@ TEXTS = [
     "The bridge of Amble is 2.7 km long; it was built of stone.",
     "The market of Amble is held in the morning, under the lime trees.",
 ]
-
-
-@pytest.fixture
-def rt() -> Iterator[Runtime]:
-    with make_runtime() as runtime:
-        yield runtime
-        assert runtime.check() == []
-
-
-@pytest.fixture
-def model(rt: Runtime) -> ChatLazyRAG:
-    return ChatLazyRAG(runtime=rt, temperature=0, max_tokens=6)
 
 
 @pytest.fixture

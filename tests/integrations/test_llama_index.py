@@ -484,14 +484,13 @@ def test_cited_blocks_belong_to_the_namespace_of_the_call(fresh: Runtime, how: s
 
 def test_async_methods_wait_for_the_engine_in_another_thread(fresh: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remembering texts waits for the engine: on an event loop's thread it would hold up every other task."""
-    engine, remember, callers = index_of(fresh).as_query_engine(llm=llm_of(fresh)), fresh.remember, []
+    engine, remember, callers = index_of(fresh).as_query_engine(llm=llm_of(fresh)), fresh.remember_parts, []
 
-    def noted(texts: Any, **options: Any) -> Any:
-        if texts:
-            callers.append(threading.get_ident())
-        return remember(texts, **options)
+    def noted(text: str, **options: Any) -> Any:
+        callers.append(threading.get_ident())
+        return remember(text, **options)
 
-    monkeypatch.setattr(fresh, "remember", noted)
+    monkeypatch.setattr(fresh, "remember_parts", noted)
 
     async def run() -> None:
         llm = llm_of(fresh)

@@ -307,6 +307,31 @@ def test_deleting_what_another_thread_has_just_deleted(
     assert [node.node_id for node in store.get_nodes()] == ["n2", "n3"]
 
 
+def test_persist_replaces_what_was_persisted_and_nothing_else(tmp_path: Path) -> None:
+    """A script that is run again persists over its own folder, as with LlamaIndex's stores; a store of another kind,
+    the documents of a service say, is kept."""
+    for text in ("First run.", "Second run."):
+        with make_runtime() as rt:
+            LazyRAGVectorStore(rt).add([TextNode(text=text)])
+            LazyRAGVectorStore(rt).persist(str(tmp_path / "kept"))
+            LazyRAGVectorStore(rt).persist(str(tmp_path / "kept.json"))  # the same folder
+    options = reload_options(WordEmbedder())
+    with LazyRAGVectorStore.from_persist_path(str(tmp_path / "kept"), **options).client as rt:
+        assert [source.text for source in rt.find()] == ["Second run."]
+        LazyRAGVectorStore(rt).add([TextNode(text="More.")])
+        LazyRAGVectorStore(rt).persist(str(tmp_path / "kept"))
+    for number, options in enumerate([{"store": tmp_path / "0"}, {}]):
+        with make_runtime(**options) as rt:
+            rt.add_chunks(["Theirs."])
+            rt.save(tmp_path / str(number))
+        with make_runtime() as rt:
+            LazyRAGVectorStore(rt).add([TextNode(text="Ours.")])
+            with pytest.raises(LazyRAGError, match="replace=True"):
+                LazyRAGVectorStore(rt).persist(str(tmp_path / str(number)))
+        with make_runtime(store=tmp_path / str(number)) as rt:
+            assert [source.text for source in rt.find()] == ["Theirs."]
+
+
 def test_a_store_is_a_local_folder(store: LazyRAGVectorStore, tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     place = str(tmp_path / "kept")

@@ -139,6 +139,20 @@ def test_a_node_longer_than_the_context_is_answered_from_its_parts(rt: Runtime, 
     assert half[:200] in prompt_of(rt)
 
 
+@pytest.mark.parametrize("share", [0.4, 0.67, 0.9], ids=str)
+def test_a_node_is_prefilled_in_the_form_in_which_it_is_used(share: float) -> None:
+    """Between half a context and a whole one it is both: a chunk for `remember`, several where it is used."""
+    with make_runtime(max_context=CONTEXT) as fresh:
+        text = LONG[: int(len(LONG) * CONTEXT * share / len(fresh.tokenizer.encode(LONG)))]
+        nodes = [TextNode(text=text)]
+        LazyRAGPrefill(fresh)(nodes)
+        cached = fresh.stats.chunks_resident
+        LazyRAGSynthesizer(LazyRAGLLM(fresh, max_tokens=4)).synthesize("What does it say?", scored(*nodes))
+        assert all(use.hit for use in fresh.last_answer.receipt.chunks)  # type: ignore[union-attr]
+        assert (len(chunks_of(fresh)) > 1) == (share > 0.5)
+        assert fresh.stats.chunks_resident == cached  # nothing was encoded that is not used
+
+
 def test_a_long_node_is_prefilled_in_the_parts_that_are_used() -> None:
     with make_runtime(max_context=CONTEXT) as fresh:
         nodes = [TextNode(text=SHORT), TextNode(text=LONG), TextNode(text=" ")]

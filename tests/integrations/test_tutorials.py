@@ -7,7 +7,6 @@ models here call the tool they are told, and then answer; searches are for one o
 """
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +31,6 @@ from llama_index.core.memory import Memory
 from llama_index.llms.lazy_rag import LazyRAGEmbedding, LazyRAGLLM
 
 from lazy_rag import Runtime
-from tests.fixtures import make_runtime
 
 PAGE = "\n\n".join(
     f"Part {number} of the report on {topic}.\n{topic.capitalize()} of Amble: "
@@ -42,13 +40,6 @@ PAGE = "\n\n".join(
 
 
 Subject = Literal["towers of Amble", "bridges of Amble"]
-
-
-@pytest.fixture
-def rt() -> Iterator[Runtime]:
-    with make_runtime() as runtime:
-        yield runtime
-        assert runtime.check() == []
 
 
 def every_chunk_was_found(rt: Runtime, texts: list[str]) -> bool:

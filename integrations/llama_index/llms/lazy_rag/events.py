@@ -75,12 +75,9 @@ class HintedTexts:
         """Waits for the engine, and for a request of another thread that has taken the same texts."""
         with self._lock:
             texts = [self._texts.popleft() for _ in range(len(self._texts))]
-            try:
-                runtime.remember(texts, namespace=namespace)
-            except LazyRAGError:  # one of them is no chunk, by its length, say: the others still are
-                for text in texts:
-                    with suppress(LazyRAGError):
-                        runtime.remember([text], namespace=namespace)
+            for text in texts:
+                with suppress(LazyRAGError):  # one that is no chunk: the others still are
+                    runtime.remember_parts(text, namespace=namespace)
 
 
 class NodeHints(BaseSpanHandler[BaseSpan]):

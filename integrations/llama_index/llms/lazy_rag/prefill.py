@@ -9,7 +9,7 @@ from typing import Any
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 
-from lazy_rag import ContextOverflowError, Runtime
+from lazy_rag import Runtime
 
 
 class LazyRAGPrefill(TransformComponent):
@@ -30,11 +30,8 @@ class LazyRAGPrefill(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         texts = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]
-        texts = [text for text in texts if text.strip()]
-        try:
-            self._runtime.remember(texts, encode="now", namespace=self.namespace)
-        except ContextOverflowError:  # one of them is no single chunk
-            for text in texts:
+        for text in texts:
+            if text.strip():
                 self._runtime.remember_parts(text, encode="now", namespace=self.namespace)
         return nodes
 

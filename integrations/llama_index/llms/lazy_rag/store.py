@@ -21,6 +21,8 @@ from llama_index.llms.lazy_rag.nodes import NODE_ID, REF_DOC_ID, node_metadata, 
 
 from lazy_rag import LazyRAGError, Runtime, Source
 
+_PERSISTED = "persisted"  # a file in folders that `persist` wrote
+
 
 class LazyRAGVectorStore(BasePydanticVectorStore):
     """Nodes in a runtime: vector, text, metadata and KV under one id, deleted and kept together.
@@ -161,10 +163,13 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Write the runtime's store to a folder. A path of a JSON file, as a StorageContext gives, names the folder.
 
-        As with LlamaIndex's own stores, one that was persisted there before is replaced.
+        As with LlamaIndex's own stores, one that was persisted there before is replaced, by whatever program. Raises
+        StoreError for a folder with a store that was never persisted: what `Runtime(store=...)` or `save` wrote.
         """
         _require_local(fs)
-        self._runtime.save(_folder(persist_path), replace=True)
+        mark = _folder(persist_path) / _PERSISTED
+        self._runtime.save(mark.parent, replace=mark.exists())
+        mark.touch()
 
     @classmethod
     def from_persist_path(
