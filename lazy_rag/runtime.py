@@ -280,6 +280,9 @@ class Runtime:
             raise ConfigError("add_chunks takes a list of texts; for one text pass [text]")
         if not texts:
             raise EmptyCorpusError("no text was given to add")
+        for number, text in enumerate(texts):
+            if isinstance(text, str) and not text.strip():
+                raise ConfigError(f"text number {number} of {len(texts)} is empty: leave out texts that are")
         space = self._preparer.space(namespace)
         records = [self._parts.chunker.record(text, space) for text in texts]
         names = unnamed([record.chunk_id for record in records]) if ids is None else list(_listed(ids, "ids"))

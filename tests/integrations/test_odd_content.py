@@ -250,3 +250,10 @@ async def test_an_empty_query_finds_nothing_each_way(rt: Runtime, query: str) ->
     assert await store.amax_marginal_relevance_search(query) == []
     for search_type in ("similarity", "mmr"):
         assert store.as_retriever(search_type=search_type).invoke(query) == []
+
+
+def test_an_empty_document_of_many_is_named(rt: Runtime) -> None:
+    documents = [Document(page_content="a page"), Document(page_content=" \n"), Document(page_content="another")]
+    with pytest.raises(LazyRAGError, match="text number 1 of 3 is empty: leave out"):
+        LazyRAGVectorStore(rt).add_documents(documents)
+    assert not rt.find()
