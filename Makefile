@@ -12,7 +12,7 @@ demo: $(VENV)/.ready
 	$(bin)/python examples/demo.py
 
 test: $(VENV)/.ready-test
-	$(bin)/python -m pytest -n 2 --dist loadfile
+	$(bin)/python -m pytest -n 3 --dist loadfile
 
 # the adapters with the oldest and the newest frameworks that pyproject.toml allows (ENDS=low: only those)
 test-bounds: $(VENV)/.ready-test
