@@ -340,7 +340,7 @@ class ChunkCache:
             return
         try:
             self.on_evict(entry)
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001  whatever a lower tier raises
             _log.exception("the KV of chunk %s could not be kept; it will be computed again", entry.chunk.id)
 
     def _unlist(self, entry: CachedChunk, reason: str) -> None:

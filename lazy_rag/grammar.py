@@ -246,8 +246,7 @@ class Constraint:
 
     def _ending(self) -> list[int]:
         """A token that ends the answer here."""
-        allowed = (token for token in sorted(self._end_ids) if self._matcher.validate_tokens([token]) == 1)
-        return [token for token, _ in zip(allowed, range(1), strict=False)]
+        return next(([token] for token in sorted(self._end_ids) if self._matcher.validate_tokens([token]) == 1), [])
 
     def _after(self, matcher: Any, tokens: list[int]) -> Any:
         after = matcher.deep_copy()

@@ -97,7 +97,6 @@ def verify(folder: str | Path, *, repair: bool = False) -> list[str]:
 
     Raises StoreError when there is no store, one of another schema version, or one without a catalog.
     """
-    _known_flag("repair", repair)
     with _Store(folder) as store:
         problems = store.retriever.check(repair=repair)
         found = store.records.look()
@@ -173,7 +172,6 @@ def collect(folder: str | Path, *, max_bytes: int | None = None, dry_run: bool =
     Raises StoreError when there is no store or no catalog in it, and when something cannot be deleted (then the rest
     is).
     """
-    _known_flag("dry_run", dry_run)
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
         raise ConfigError(f"max_bytes={max_bytes!r} must be a whole number of at least 0, or None")
     with _Store(folder) as store:
@@ -220,8 +218,3 @@ def _size(path: Path) -> int:
         return about.st_size if stat.S_ISREG(about.st_mode) else 0
     except OSError:
         return 0
-
-
-def _known_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} must be True or False")
