@@ -218,6 +218,7 @@ class Executor:
     def _variants(self, most: int) -> Iterator[tuple[int, int]]:
         """Numbers of sequences and of rows of each; together at most `most` rows."""
         from lazy_rag_kernels.dense import MIN_ROWS
+        from lazy_rag_kernels.gluon_attention import MOST_DECODING
         from lazy_rag_kernels.triton_schedule import device_limits, tile_shape
 
         limits = device_limits(self._model.device)
@@ -226,12 +227,14 @@ class Executor:
         few = projections.FEW_ROWS
         met = set()
         for rows in (*range(1, min(most, max(few, MIN_ROWS)) + 1), min(most, few + 1)):
-            for sequences in sorted({1, max(1, min(-(-full // rows), most // rows))}):
+            for sequences in sorted(
+                {1, *(max(1, min(n, most // rows)) for n in (-(-full // rows), MOST_DECODING + 1))}
+            ):
                 total = sequences * rows
                 variant = (
                     # heights of row tiles; whether the merge fills the device
                     tuple(
-                        (tile_shape(rows, s, limits), total * s.group * s.kv_heads <= limits.multiprocessors)
+                        (tile_shape(sequences, rows, s, limits), total * s.group * s.kv_heads <= limits.multiprocessors)
                         for s in shapes
                     ),
                     rows >= MIN_ROWS,  # the library's attention joins in

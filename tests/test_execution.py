@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 from lazy_rag_kernels import triton_schedule, triton_static
 from lazy_rag_kernels.dense import MIN_ROWS
-from lazy_rag_kernels.triton_schedule import DeviceLimits, tile_shape
+from lazy_rag_kernels.triton_schedule import DeviceLimits, HeadShape, TileShape, tile_shape
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -165,17 +165,23 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch: pytest.Monkey
         assert engine.executor.replays == 0
 
 
-def test_warming_meets_every_variant_of_the_merge_kernel(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compiled anew for another height of the row tiles, and for steps that fill the device: those of many short
-    sequences, say, which no graph holds. A compiled model has a variant for more rows than are joined."""
-    executor, limits, most = runtime._engine.executor, DeviceLimits(132, 227 << 10), 2048
-    heads, (shape, *_) = executor._model.query_heads[0], executor._head_shapes()
+@pytest.mark.parametrize("specialized", [False, True])
+def test_warming_meets_every_variant_of_the_kernels(
+    specialized: bool, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merge is compiled anew for another height of the row tiles, and for steps that fill the device: those of many
+    short sequences, say, which no graph holds. Few decoding sequences have a kernel of their own on some devices. A
+    compiled model has a variant for more rows than are joined."""
+    executor, limits, most = runtime._engine.executor, DeviceLimits(132, 227 << 10, specialized=specialized), 2048
+    shape = HeadShape(2, 2, 64, 64, 2)
+    heads = shape.group * shape.kv_heads
     monkeypatch.setattr(triton_schedule, "device_limits", lambda device: limits)
+    monkeypatch.setattr(executor, "_head_shapes", lambda: iter([shape]))
 
-    def variant(sequences: int, rows: int) -> tuple[int, bool, bool, bool]:
+    def variant(sequences: int, rows: int) -> tuple[TileShape, bool, bool, bool]:
         total = sequences * rows
         fills = total * heads > limits.multiprocessors
-        return tile_shape(rows, shape, limits).block_m, fills, total > FEW_ROWS, rows >= MIN_ROWS
+        return tile_shape(sequences, rows, shape, limits), fills, total > FEW_ROWS, rows >= MIN_ROWS
 
     possible = {variant(s, r) for s in range(1, 200) for r in range(1, 600) if s * r <= most}
     warmed = list(executor._variants(most))

@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# packed rows of a tile: two warpgroups of 64
-BLOCK_M = 128
-# keys of a block
-BLOCK_N = 128
-# blocks of K and V that fit a multiprocessor's shared memory (227 KiB) beside the queries, by head dim
-STAGES = {64: 6, 128: 3}
+HEAD_DIMS = (64, 128)
+
+
+class Shape(NamedTuple):
+    """What fits a multiprocessor: 227 KiB of shared memory, 64 Ki registers."""
+
+    block_n: int  # keys of a block
+    ring_bytes: int  # of the blocks of K and V held ahead
+    registers: int | None  # of a thread at the start
+    programs: int  # that run at once
+
+    def stages(self, dim: int) -> int:
+        """Blocks of 16-bit K and V in the ring."""
+        return self.ring_bytes // (self.block_n * 2 * dim * 2)
+
+
+# decoding sequences that it takes. Of more, either kernel keeps the memory busy, and as this one multiplies 64 rows
+# where one request has a few, it draws so much power that the clock falls (kernels/NOTES.md)
+MOST_DECODING = 8
+
+# tiles of up to 64 packed rows, one warpgroup; of 128, two
+ONE_GROUP = Shape(64, 96 << 10, 128, 2)
+TWO_GROUPS = Shape(128, 192 << 10, None, 1)
+
+
+def shape_of(block_m: int) -> Shape:
+    """For tiles of so many packed rows, 128 at most."""
+    return TWO_GROUPS if block_m == 128 else ONE_GROUP
 
 
 @dataclass
@@ -59,7 +81,7 @@ def available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and _installed().kernels is not None
 
 
-def takes(q: Tensor, pages: LayerPages, window: int | None) -> bool:
+def takes(q: Tensor, pages: LayerPages, block_m: int, window: int | None) -> bool:
     """Whether the kernel takes a layer of head dims and tiles that it was made for (`TileShape.specialized`).
 
     A window hides most of a long context: the portable kernel looks for the part that is left, this one does not.
@@ -68,7 +90,7 @@ def takes(q: Tensor, pages: LayerPages, window: int | None) -> bool:
     return (
         window is None
         and page_size % 8 == 0
-        and BLOCK_N % page_size == 0
+        and shape_of(block_m).block_n % page_size == 0
         and all(
             x.dtype == q.dtype
             and x.stride()[2:] == (x.shape[3], 1)
@@ -101,6 +123,8 @@ def launch_partial(
         return False
     _, heads, dim = q.shape
     kv_heads, page_size = pages.k.shape[2], state.plan.page_size
+    block_m = part_out.shape[2]
+    shape = shape_of(block_m)
     # 16-bit boxes of a page's slots and 64 dims
     box = kernels.gl.NVMMASharedLayout(128, 16, 3)
     k_desc, v_desc = (
@@ -137,12 +161,14 @@ def launch_partial(
             ROTARY_DIM=layer["ROTARY_DIM"],
             INTERLEAVED=layer["INTERLEAVED"],
             SOFTCAP=layer["SOFTCAP"] or 0.0,
-            BLOCK_N=BLOCK_N,
-            STAGES=STAGES[dim],
+            BLOCK_M=block_m,
+            BLOCK_N=shape.block_n,
+            STAGES=shape.stages(dim),
             PROGRAM_FIELDS=fields[0],
             WORK_FIELDS=fields[1],
             OVERLAPPED=state.limits.overlaps,
             num_warps=4,
+            maxnreg=shape.registers,
         )
     except Exception as error:
         # what a compiler raises differs too: a failed pass is a plain RuntimeError; what the device raises is no reason

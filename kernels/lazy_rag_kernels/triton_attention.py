@@ -150,7 +150,7 @@ def _launch_partial(
     fields = PROGRAM_FIELDS, WORK_FIELDS
     if (
         schedule.tile.specialized
-        and gluon_attention.takes(q, pages, layer["window"])
+        and gluon_attention.takes(q, pages, block_m, layer["window"])
         and gluon_attention.launch_partial(q, pages, state, slab, part_out, part_lse, layer, fields)
     ):
         return

@@ -109,7 +109,7 @@ class TileShape(NamedTuple):
     @property
     def part_unit(self) -> int:
         """Keys of which the parts of a segment are multiples: whole blocks of whichever kernel runs a layer."""
-        return max(self.block_n, gluon_attention.BLOCK_N) if self.specialized else self.block_n
+        return max(self.block_n, gluon_attention.shape_of(self.block_m).block_n) if self.specialized else self.block_n
 
 
 class Span(NamedTuple):
@@ -213,13 +213,23 @@ def padded(dim: int) -> int:
     return max(16, next_power_of_two(dim))
 
 
-def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_segments: bool = False) -> TileShape:
+def tile_shape(
+    sequences: int, most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_segments: bool = False
+) -> TileShape:
     """Blocks that fit the device: as many rows as the longest sequence fills, and keys in two stages or more."""
     k_block, v_block = padded(shape.k_dim), padded(shape.v_dim)
     narrow = shape.itemsize <= 2
     wide_heads = max(k_block, v_block) > 128
     most_m = (64 if wide_heads else 128) if narrow else (16 if wide_heads else 32)
     block_m = max(16, next_power_of_two(shape.group), min(most_m, next_power_of_two(most_rows * shape.group)))
+    specialized = (
+        limits.specialized
+        and shape.itemsize == 2
+        and block_m <= 128
+        and (block_m > 16 or sequences <= gluon_attention.MOST_DECODING)
+        and shape.k_dim == shape.v_dim
+        and shape.k_dim in gluon_attention.HEAD_DIMS
+    )
     token_bytes = (k_block + v_block) * shape.itemsize
     room = limits.shared_memory - block_m * k_block * shape.itemsize - SCRATCH_BYTES
     if not narrow:
@@ -227,8 +237,9 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_
     elif wide_heads:
         case = f"wide heads, {block_m} rows"  # they spill on fewer warps
     elif block_m == 16:
-        # short segments: more programs at a time hide that each segment starts its loads anew
-        case = "16 rows, short segments" if short_segments else "16 rows"
+        # short segments: more programs at a time hide that each segment starts its loads anew; the warp-specialised
+        # kernel loads the next one's keys ahead
+        case = "16 rows, short segments" if short_segments and not specialized else "16 rows"
     else:
         case = "128 rows" if block_m == 128 else "32 or 64 rows"
     block_n, num_warps, most_stages = tuning(limits.name).tiles[case]
@@ -236,6 +247,10 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_
         block_n //= 2
     stages = max(1, min(most_stages, room // (block_n * token_bytes)))
     used = limits.shared_memory - room + stages * block_n * token_bytes
+    if specialized:
+        programs = gluon_attention.shape_of(block_m).programs
+    else:
+        programs = max(1, min(limits.shared_memory // used, WARPS_PER_MULTIPROCESSOR // num_warps))
     return TileShape(
         rows=block_m // shape.group,
         block_m=block_m,
@@ -243,13 +258,9 @@ def tile_shape(most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_
         num_warps=num_warps,
         num_stages=stages,
         block_masked=min(64, block_n),
-        programs=max(1, min(limits.shared_memory // used, WARPS_PER_MULTIPROCESSOR // num_warps)),
+        programs=programs,
         reload_q=limits.overlaps and narrow and block_m >= 64,
-        specialized=limits.specialized
-        and shape.itemsize == 2
-        and block_m == gluon_attention.BLOCK_M
-        and shape.k_dim == shape.v_dim
-        and shape.k_dim in gluon_attention.STAGES,
+        specialized=specialized,
     )
 
 
@@ -257,7 +268,8 @@ def make_schedule(plan: AttentionPlan, shape: HeadShape, limits: DeviceLimits) -
     """The step's work for one head shape, with its tables on the plan's device (one copy)."""
     most_rows = max((end - start for start, end in pairwise(plan.row_indptr)), default=0)
     seen = [length for length in plan.seg_length if length > 0]
-    tile = tile_shape(most_rows, shape, limits, short_segments=sum(seen) < SHORT_SEGMENT * len(seen))
+    short_segments = sum(seen) < SHORT_SEGMENT * len(seen)
+    tile = tile_shape(len(plan.row_indptr) - 1, most_rows, shape, limits, short_segments=short_segments)
     place_bytes = shape.kv_heads * tile.block_m * shape.v_dim * max(4, shape.itemsize)
     most = min(MOST_PROGRAMS, WORKSPACE_BYTES // place_bytes)
     tables = slab_tables(plan, tile, shape.kv_heads, limits, max_places=most)

@@ -211,7 +211,7 @@ class StaticTables:
         return True
 
     def _tile(self, bucket: Bucket, shape: HeadShape) -> TileShape:
-        return tile_shape(bucket.most_rows, shape, self._limits)
+        return tile_shape(bucket.sequences, bucket.most_rows, shape, self._limits)
 
     def _waves(self, bucket: Bucket) -> int:
         return 1 if bucket.sequences <= ONE_WAVE_SEQUENCES else MOST_WAVES

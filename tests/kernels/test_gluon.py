@@ -88,52 +88,63 @@ def marked(*marks: pytest.MarkDecorator):  # type: ignore[no-untyped-def]
     return mark
 
 
-def mixed_step(layer: str) -> StepSpec:
+def group_of(layer: str) -> int:
+    return LAYERS[layer].heads // LAYERS[layer].kv_heads
+
+
+# packed rows of a tile: one warpgroup with 16 of its 64 rows in use, with more of them, two warpgroups
+HEIGHTS = (16, 32, 64, 128)
+TILES = [(layer, height) for layer in LAYERS for height in HEIGHTS if height >= group_of(layer)]
+
+
+def mixed_step(layer: str, height: int = 128) -> StepSpec:
     """Short segments and rows that see parts of the live keys, decoding rows among them; most tiles are masked."""
     spec = random_spec(list(LAYERS).index(layer), page_size=16, sequences=2, most_live=70)
     live = spec.sequences[1].live
     live += range(live[-1] + 2, live[-1] + 100)
-    spec.sequences[1].rows = len(live) - 5
+    spec.sequences[1].rows = min(len(live) - 5, height // group_of(layer) if height < 128 else len(live))
     return spec
 
 
 @marked(*hopper)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(("layer", "height"), TILES)
 def test_matches_the_oracle(
-    layer: str, launches: list[Any], poison_empty: None, monkeypatch: pytest.MonkeyPatch
+    layer: str, height: int, launches: list[Any], poison_empty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = build(mixed_step(layer), LAYERS[layer], seed=list(LAYERS).index(layer))
+    case = build(mixed_step(layer, height), LAYERS[layer], seed=list(LAYERS).index(layer))
     check_both(case, monkeypatch)
+    assert {shape[2] for shape in launches} == {height}
 
 
 @marked(*hopper)
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("layer", ["plain", "128"])
 def test_page_sizes_and_partly_filled_pages(
-    layer: str, page_size: int, launches: list[Any], poison_empty: None, monkeypatch: pytest.MonkeyPatch
+    layer: str, rows: int, page_size: int, launches: list[Any], poison_empty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Segments that end in every part of a page, over several blocks, with anything in the slots beyond."""
-    case = build(many_lengths(page_size), LAYERS[layer], seed=page_size)
+    case = build(many_lengths(page_size, rows), LAYERS[layer], seed=page_size)
     check_both(case, monkeypatch)
 
 
-def many_lengths(page_size: int) -> StepSpec:
+def many_lengths(page_size: int, rows: int = 40) -> StepSpec:
     lengths = [64, 65, 127, 128, 129, 200, 300, 7]
     pieces, offset = [], 0
     for chunk, length in enumerate(lengths):
         pieces.append(Piece(chunk, 0, length, offset))
         offset += length + 3
     live = list(range(offset, offset + 150))
-    return StepSpec(lengths, [5 * i for i in range(len(lengths))], [SequenceSpec(pieces, live, 40)], page_size)
+    return StepSpec(lengths, [5 * i for i in range(len(lengths))], [SequenceSpec(pieces, live, rows)], page_size)
 
 
 def test_these_steps_are_what_the_kernel_is_for() -> None:
     limits = DeviceLimits(132, 227 << 10, True, "NVIDIA H200", specialized=True)
-    steps = [(name, mixed_step(name)) for name in LAYERS]
+    steps = [(name, mixed_step(name, height)) for name, height in TILES]
     steps += [(name, many_lengths(size)) for name in ("plain", "128") for size in (8, 16, 32, 64)]
     for name, spec in steps:
         heads = LAYERS[name]
-        shape = HeadShape(heads.heads // heads.kv_heads, heads.kv_heads, heads.k_dim, heads.v_dim, 2)
+        shape = HeadShape(group_of(name), heads.kv_heads, heads.k_dim, heads.v_dim, 2)
         plan = build(spec, heads).plan
         schedule = make_schedule(plan, shape, limits)
         assert schedule.tile.specialized
@@ -142,7 +153,7 @@ def test_these_steps_are_what_the_kernel_is_for() -> None:
 
 
 @marked(*hopper)
-@pytest.mark.parametrize("rows", [20, 64, 200])
+@pytest.mark.parametrize("rows", [1, 4, 12, 20, 64, 200])
 def test_long_segments_of_an_8b_model(rows: int, launches: list[Any]) -> None:
     """The ring of blocks goes round many times, programs cross segments, and all multiprocessors are busy."""
     live = list(range(3 * 4096, 3 * 4096 + 200))
@@ -163,9 +174,10 @@ def test_long_segments_of_an_8b_model(rows: int, launches: list[Any]) -> None:
 
 
 @marked(*hopper)
-def test_programs_without_work_write_nothing(launches: list[Any]) -> None:
+@pytest.mark.parametrize("height", HEIGHTS)
+def test_programs_without_work_write_nothing(height: int, launches: list[Any]) -> None:
     """A captured grid has room for any step."""
-    case = build(mixed_step("plain"), LAYERS["plain"], seed=3).to("cuda")
+    case = build(mixed_step("plain", height), LAYERS["plain"], seed=3).to("cuda")
     plan = prepare(replace(case.plan, impl="triton"), case.stored_positions)
     expected = segment_attention(case.q, case.pages, plan, **case.arguments())[0]
     ((shape, schedule),) = plan.state.schedules.items()
@@ -179,10 +191,11 @@ def test_programs_without_work_write_nothing(launches: list[Any]) -> None:
 
 
 @marked(*hopper)
-def test_pages_beyond_2_to_the_31_elements(launches: list[Any]) -> None:
+@pytest.mark.parametrize("rows", [1, 40])
+def test_pages_beyond_2_to_the_31_elements(rows: int, launches: list[Any]) -> None:
     pieces = [Piece(0, 0, 16, 0), Piece(0, 16, 14, 40)]
     live = list(range(60, 100))
-    small = build(StepSpec([30], [3], [SequenceSpec(pieces, live, 40)], page_size=16), LAYERS["float16"])
+    small = build(StepSpec([30], [3], [SequenceSpec(pieces, live, rows)], page_size=16), LAYERS["float16"])
     case = spread_out(small.to("cuda"), page_elements=1 << 30)
     assert int(case.plan.pages.max()) * case.pages.k.stride(0) > 2**31
     plan = prepare(replace(case.plan, impl="triton"), case.stored_positions)
@@ -263,9 +276,10 @@ def test_what_the_device_raises_is_no_reason_to_go_on(monkeypatch: pytest.Monkey
 
 def test_pages_of_another_dtype_are_not_taken() -> None:
     case = build(many_lengths(16), LAYERS["plain"])
-    assert gluon_attention.takes(case.q, case.pages, None)
-    assert not gluon_attention.takes(case.q.half(), case.pages, None)
-    assert not gluon_attention.takes(case.q, case.pages, 9)
+    for height in HEIGHTS:
+        assert gluon_attention.takes(case.q, case.pages, height, None)
+        assert not gluon_attention.takes(case.q.half(), case.pages, height, None)
+        assert not gluon_attention.takes(case.q, case.pages, height, 9)
 
 
 def test_parts_are_whole_blocks_of_both_kernels() -> None:
@@ -273,18 +287,24 @@ def test_parts_are_whole_blocks_of_both_kernels() -> None:
     for group in (1, 3, 4, 8, 71):
         for dim in (64, 128):
             shape = HeadShape(group, 2, dim, dim, 2)
-            tile = tile_shape(500, shape, limits)
-            assert tile.specialized and tile.block_m == gluon_attention.BLOCK_M
-            assert tile.part_unit % gluon_attention.BLOCK_N == tile.part_unit % tile.block_n == 0
+            tile = tile_shape(1, 500, shape, limits)
+            assert tile.specialized and tile.block_m == 128
+            assert tile.part_unit % gluon_attention.shape_of(128).block_n == tile.part_unit % tile.block_n == 0
             schedule = make_schedule(build(many_lengths(16), Heads()).plan, shape, limits)
             starts = [item[2] for slab in schedule.slabs for item in slab.work.tolist()]
             assert all(start % schedule.tile.part_unit == 0 for start in starts) and max(starts) > 0
     for shape in (HeadShape(4, 2, 256, 256, 2), HeadShape(4, 2, 128, 64, 2), HeadShape(4, 2, 64, 64, 4)):
-        assert not tile_shape(500, shape, limits).specialized
-    assert not tile_shape(1, HeadShape(4, 2, 128, 128, 2), limits).specialized
+        assert not tile_shape(1, 500, shape, limits).specialized
+    decoding = HeadShape(4, 2, 128, 128, 2)
+    tile = tile_shape(gluon_attention.MOST_DECODING, 1, decoding, limits)
+    assert tile.specialized and tile.block_m == 16 and tile.programs == 2
+    assert not tile_shape(gluon_attention.MOST_DECODING + 1, 1, decoding, limits).specialized
+    assert tile_shape(gluon_attention.MOST_DECODING + 1, 8, decoding, limits).specialized
 
 
 COMPILE = """
+import itertools
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -297,19 +317,20 @@ types = dict(
     k_desc=box, v_desc=box, q="*bf16", positions="*i64", stored_positions="*i32", pages="*i32", programs="*i32",
     work="*i32", cos="*fp32", sin="*fp32", part_out="*fp32", part_lse="*fp32", scaling="fp32",
 )
-for dim, stages in gluon_attention.STAGES.items():
+for dim, block_m in itertools.product(gluon_attention.HEAD_DIMS, (16, 32, 64, 128)):
+    shape = gluon_attention.shape_of(block_m)
     constants = dict(
         q_stride_row=32 * dim, q_stride_head=dim, HKV=8, G=4, D=dim, P=16, ROTARY_START=0, ROTARY_DIM=dim,
-        INTERLEAVED=False, SOFTCAP=0.0, BLOCK_N=gluon_attention.BLOCK_N, STAGES=stages,
+        INTERLEAVED=False, SOFTCAP=0.0, BLOCK_M=block_m, BLOCK_N=shape.block_n, STAGES=shape.stages(dim),
         PROGRAM_FIELDS=PROGRAM_FIELDS, WORK_FIELDS=WORK_FIELDS, OVERLAPPED=True,
     )
     names = kernel.arg_names
     signature = types | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    made = triton.compile(source, GPUTarget("cuda", 90, 32), dict(num_warps=4))
+    made = triton.compile(source, GPUTarget("cuda", 90, 32), dict(num_warps=4, maxnreg=shape.registers))
     assert "wgmma.mma_async" in made.asm["ptx"] and "cp.async.bulk.tensor.3d" in made.asm["ptx"]
-    print(made.metadata.shared)
+    print(made.metadata.shared * shape.programs)
 """
 
 

@@ -26,7 +26,7 @@ SMALL = TileShape(rows=0, block_m=16, block_n=16, num_warps=4, num_stages=1, blo
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks so small that tiny plans have several row tiles, parts and key blocks."""
 
-    def small(most_rows: int, shape: HeadShape, limits: DeviceLimits, **_: bool) -> TileShape:
+    def small(sequences: int, most_rows: int, shape: HeadShape, limits: DeviceLimits, **_: bool) -> TileShape:
         return SMALL._replace(rows=16 // shape.group)
 
     monkeypatch.setattr(triton_schedule, "tile_shape", small)
@@ -220,7 +220,7 @@ def test_blocks_fit_shared_memory(itemsize: int, shared_memory: int) -> None:
         for group in (1, 3, 8, 16):
             for rows in (1, 64, 16384):
                 shape = HeadShape(group, 8, dim, dim, itemsize)
-                tile = tile_shape(rows, shape, DeviceLimits(132, shared_memory))
+                tile = tile_shape(1, rows, shape, DeviceLimits(132, shared_memory))
                 block = triton_schedule.padded(dim)
                 used = (tile.block_m + 2 * tile.num_stages * tile.block_n) * block * itemsize
                 assert used <= shared_memory

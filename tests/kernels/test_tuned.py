@@ -21,7 +21,9 @@ def test_every_file_serves_every_shape(name: str) -> None:
         for dim in (64, 80, 96, 112, 128, 192, 256):
             for itemsize in (2, 4):
                 for rows in (1, 2, 16, 64, 512):
-                    tile = tile_shape(rows, HeadShape(group, 2, dim, dim, itemsize), limits, short_segments=rows == 1)
+                    tile = tile_shape(
+                        1, rows, HeadShape(group, 2, dim, dim, itemsize), limits, short_segments=rows == 1
+                    )
                     assert tile.rows >= 1 and tile.block_m >= group and tile.num_stages >= 1
     assert tuning(limits.name).tiles.keys() == tuning("no such GPU").tiles.keys()
 
