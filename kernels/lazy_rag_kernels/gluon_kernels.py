@@ -14,7 +14,7 @@ The last page of a segment may be partly filled, with anything in its other slot
 what lies outside the tensor arrives as zeros, in front, and the filled slots stand at the end of the page's rows.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code=assignment
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, call-arg"
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
