@@ -39,6 +39,7 @@ class CachedChunk:
     discarded  no                   nobody                freed with the last lease
 
     Times are the cache's clock, in seconds: `born` when the KV was computed, `pinned_until` when its pin lapses.
+    `as_of` is the latest of those of the chunks that were looked up here (`Chunk.as_of`).
     """
 
     chunk: Chunk
@@ -50,10 +51,12 @@ class CachedChunk:
     born: float = 0.0
     leases: int = 0
     pinning: int = 0  # how many jobs will pin it when all their chunks are here
+    as_of: int = field(init=False)
     promoted_from: str | None = None  # brought here for a request still being prepared, whose receipt will say so
 
     def __post_init__(self) -> None:
         self.page_ids = np.asarray(self.pages, dtype=np.int32)
+        self.as_of = self.chunk.as_of
 
 
 class ChunkCache:

@@ -192,6 +192,11 @@ class Catalog:
         """Token that every write replaces."""
         return self._get("state") or ""
 
+    @property
+    def writes_of_others(self) -> int:
+        """A number that changes when anybody but this object has written to the database."""
+        return int(self._value("PRAGMA data_version"))
+
     def identity(self) -> tuple[str, int] | None:
         """Name and dimension of the embedder the vectors come from; None before the first one."""
         name, dimension = self._get("embedder_name"), self._get("embedder_dimension")

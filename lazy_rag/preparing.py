@@ -17,6 +17,7 @@ from lazy_rag.arguments import check_namespace
 from lazy_rag.assembly import Placed, as_history, as_range
 from lazy_rag.building import Parts
 from lazy_rag.conversation import Part, split_at_anchors
+from lazy_rag.departures import Departures
 from lazy_rag.errors import ConfigError, ContextOverflowError, EmptyQuestionError, UnknownChunkError
 from lazy_rag.grammar import Compiled
 from lazy_rag.keys import ChunkId
@@ -98,6 +99,7 @@ class Preparer:
         self._parts = parts
         self._retriever = retriever
         self.remembered = Remembered(parts.chunker, retriever)
+        self.departures = Departures(parts.engine, retriever, self.remembered)
         self._namespace = namespace
         self._repair = known_repair(repair)
 
@@ -252,6 +254,7 @@ class Preparer:
         return self._finish(layout, options, self._repair if repair is None else repair, sources)
 
     def _finish(self, layout: PromptLayout, options: RequestOptions, repair: str, sources: list[Source]) -> Prepared:
+        self.departures.look()  # before the request asks for pages
         layout = repair_layout(layout, repair)
         room = self._parts.max_context - len(layout)
         if room < 1:

@@ -29,6 +29,7 @@ class Remembered:
         self._lock = threading.Lock()  # the retriever's owner thread takes it: who holds it must not wait for that one
         self._records: OrderedDict[str, ChunkRecord] = OrderedDict()
         self._parts: OrderedDict[tuple[str, bytes], list[str]] = OrderedDict()  # of a long text, by space and digest
+        self.fallen = 0  # how many had to make room for others
 
     def add(self, texts: Sequence[str], namespace: str) -> list[str]:
         """The ids of chunks with these texts. One that is known already, by whatever way, is not tokenised again."""
@@ -82,6 +83,7 @@ class Remembered:
             self._retriever.anchors.add(record.chunk_id, record.text, record.namespace)
             while len(self._records) > self._limit:
                 dropped.append(self._records.popitem(last=False)[1])
+                self.fallen += 1
         return record.chunk_id
 
     def _drop_anchors(self, records: Sequence[ChunkRecord]) -> None:
@@ -105,6 +107,13 @@ class Remembered:
                 self._records.move_to_end(chunk_id)
         rest = [i for i in chunk_ids if i not in found]
         return {**found, **(self._retriever.records(rest) if rest else {})}
+
+    def held(self, chunk_ids: Sequence[str]) -> set[str]:
+        """Those of the ids that are remembered or in the catalog; that they were asked for does not count as use."""
+        with self._lock:
+            found = {chunk_id for chunk_id in chunk_ids if chunk_id in self._records}
+        rest = [chunk_id for chunk_id in chunk_ids if chunk_id not in found]
+        return found | (self._retriever.records(rest).keys() if rest else set())
 
     def chunk(self, chunk_id: str) -> ChunkRecord:
         """Raises UnknownChunkError."""

@@ -49,8 +49,9 @@ class Residency:
     ) -> None:
         self.encodings: dict[ChunkId, Encoding] = {}
         self.jobs: deque[EncodeJob] = deque()
-        # how many deletions there were. Whoever reads the catalog notes the number first (`Chunk.as_of`), a deletion
-        # gets its own when the catalog has forgotten the chunk: so each chunk is known to be older or newer than it
+        # how many deletions there were, and looks for those of others. Whoever reads the catalog notes the number first
+        # (`Chunk.as_of`), a deletion gets its own when the catalog has forgotten the chunk, a look before it asks: so
+        # each chunk is known to be older or newer than it
         self.deletions = 0
         self._deleted: dict[ChunkId, int] = {}  # the latest, and their numbers
         self._cache = cache
@@ -69,9 +70,13 @@ class Residency:
             del self._deleted[chunk.id]  # it was added again, by whomever
         encoding = self.encodings.get(chunk.id)
         if encoding is None:
-            return self._cache.lookup(chunk)
-        require_same(encoding.entry.chunk, chunk)
-        return encoding.entry
+            entry = self._cache.lookup(chunk)
+        else:
+            entry = encoding.entry
+            require_same(entry.chunk, chunk)
+        if entry is not None:
+            entry.as_of = max(entry.as_of, chunk.as_of)
+        return entry
 
     def tier(self, entry: CachedChunk) -> str:
         """Where a request that is being admitted finds a chunk. What was promoted comes, for the first one to ask, from
@@ -212,6 +217,21 @@ class Residency:
         for chunk_id in gone:
             self._cache.discard(chunk_id)
         self.tiers.delete(gone)
+
+    def pinned(self) -> tuple[int, list[ChunkId]]:
+        """The number of this look, and the chunks that are pinned; the encode prefix is none of them."""
+        self.deletions += 1
+        own = None if self._prefix is None else self._prefix.id
+        return self.deletions, [e.chunk.id for e in self._cache if self._cache.is_pinned(e) and e.chunk.id != own]
+
+    def end_pins(self, chunk_ids: Iterable[ChunkId], since: int) -> list[ChunkId]:
+        """End the pins of chunks that were found not to be held after the look `since`; returns those that are not
+        pinned now. Whoever has found a chunk held after that look may have pinned it, and keeps it."""
+        wanted = set(chunk_ids)
+        kept = {entry.chunk.id for entry in self._cache if entry.chunk.id in wanted and entry.as_of >= since}
+        ended = sorted(wanted - kept)
+        self._cache.unpin(ended)
+        return ended
 
     def _is_deleted(self, chunk: Chunk) -> bool:
         return self._deleted.get(chunk.id, 0) > chunk.as_of

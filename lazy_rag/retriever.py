@@ -353,6 +353,10 @@ class Retriever:
 
         self._call(look)
 
+    def writes_of_others(self) -> int:
+        """A number that changes when another runtime or process has changed the folder; always 0 without one."""
+        return 0 if self._directory is None else self._call(lambda: self._catalog.writes_of_others)
+
     def vectors(self, chunk_ids: Sequence[str]) -> Vectors:
         """The stored unit vectors, float32 `[n, d]`, in the order of the ids. Raises UnknownChunkError."""
         wanted = _checked_ids(chunk_ids)

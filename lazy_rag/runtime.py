@@ -345,6 +345,7 @@ class Runtime:
         return ids
 
     def _encode(self, chunks: Sequence[Chunk], *, evict: bool, pin: bool = False, ttl: float | None = None) -> int:
+        self._preparer.departures.look()
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         job = self._engine.encode(chunks, evict=evict, pin=pin, ttl=ttl, on_progress=done.put)
         job.future.add_done_callback(lambda _: done.put(None))
@@ -518,13 +519,18 @@ class Runtime:
     @checked_keywords()
     def pin(self, ids: Iterable[str], *, ttl: float | None = None, namespace: str | None = None) -> None:
         """Bring chunks into memory and keep them there, for `ttl` seconds or until `unpin`; of several pins the longest
-        counts. Raises CacheFullError, and then pins none of them."""
+        counts. Raises CacheFullError, and then pins none of them.
+
+        The pin of a chunk that is deleted or replaced ends, also when another runtime of the store does that, or when a
+        remembered text has to make room for others: with the next request, `prefetch`, `pin` or `check` here.
+        """
         seconds = known_ttl(ttl)
         self._encode(self._chunks(ids, namespace), evict=True, pin=True, ttl=seconds)
+        self._preparer.departures.pinned()
 
     @checked_keywords()
     def unpin(self, ids: Iterable[str], *, namespace: str | None = None) -> None:
-        """Let chunks be evicted again, also those that another runtime of the store has deleted."""
+        """Let chunks be evicted again. Raises UnknownChunkError for ids neither held nor in memory here."""
         listed = list(_listed(ids, "ids"))
         here = self._in_memory(listed, namespace)
         self._chunks([i for i in listed if i not in here], namespace)  # unknown ones are refused
@@ -666,6 +672,7 @@ class Runtime:
 
     def check(self) -> list[str]:
         """Broken invariants of the page pool and the chunk cache; empty when all is well."""
+        self._preparer.departures.look()
         return self._engine.call(self._engine.check).result()
 
     # keeping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -138,34 +138,216 @@ def test_the_shortest_lifetime_leaves_the_encode_prefix() -> None:
         assert rt.check() == []
 
 
+def pinned(rt: Runtime) -> set[ChunkId]:
+    """Without the encode prefix, and without a look for what others deleted."""
+    return set(rt._engine.call(rt._engine.residency.pinned).result()[1])
+
+
 @pytest.mark.parametrize("way", ["unpin", "delete"])
 def test_a_pin_of_what_another_runtime_deleted_can_be_ended(tmp_path: Path, way: str) -> None:
-    counts, besides, page = sizes(TEXTS)
-    with (
-        make_runtime(store=tmp_path, cache_bytes=(besides + 2 * max(counts)) * page) as rt,
-        make_runtime(store=tmp_path) as other,
-    ):
+    with make_runtime(store=tmp_path) as rt, make_runtime(store=tmp_path) as other:
         assert rt.prefix is not None
         ids = rt.add_chunks(TEXTS[:2])
         rt.pin(ids)
         other.delete(ids)
-        with pytest.raises(CacheFullError):
-            rt.generate("Q", rt.add_chunks(TEXTS[2:3]), sampling=SHORT)
         for strange in (["nowhere"], [rt.prefix.id], [*ids, 5]):
             with pytest.raises(UnknownChunkError):
                 rt.unpin(strange)  # type: ignore[arg-type]
         with pytest.raises(UnknownChunkError):
             rt.unpin(ids, namespace="tenant")
         rt.delete([*ids, rt.prefix.id], missing_ok=True, namespace="tenant")
-        with pytest.raises(CacheFullError):
-            rt.generate("Q", rt.add_chunks(TEXTS[2:3]), sampling=SHORT)
+        assert pinned(rt) == set(ids)
         if way == "unpin":
             rt.unpin(ids)
         else:
             rt.delete([*ids, rt.prefix.id], missing_ok=True)
             assert not set(ids) & {c.id for c in rt._engine.call(rt._engine.residency.in_memory).result()}
-        assert used(rt, rt.add_chunks(TEXTS[2:4])) == ["encoded"] * 2
+        assert pinned(rt) == set()
         assert rt.check() == []
+
+
+def deletes(other: Runtime, ids: list[ChunkId]) -> None:
+    other.delete(ids)
+
+
+def replaces(other: Runtime, ids: list[ChunkId]) -> None:
+    other.add_chunks(["Another text."] * len(ids), ids=ids)
+
+
+LOOKS: dict[str, Callable[[Runtime], Any]] = {
+    "generate": lambda rt: rt.generate("Q", sampling=SHORT),
+    "chat": lambda rt: rt.chat("Q", sampling=SHORT),
+    "query": lambda rt: rt.query("foxes", 1, sampling=SHORT),
+    "prefetch": lambda rt: rt.prefetch([]),
+    "pin": lambda rt: rt.pin([]),
+    "check": lambda rt: rt.check(),
+}
+
+
+@pytest.mark.parametrize("gone", [deletes, replaces])
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_pin_ends_with_the_chunk_whoever_deletes_it(tmp_path: Path, gone: Callable[..., None], look: str) -> None:
+    """What else is pinned stays so, the encode prefix too."""
+    with make_runtime(store=tmp_path) as rt, make_runtime(store=tmp_path) as other:
+        ids = rt.add_chunks(TEXTS[:4])
+        (remembered,) = rt.remember(["Remembered."])
+        rt.pin(ids[:2], ttl=600)
+        rt.pin([*ids[1:3], remembered])
+        gone(other, ids[:2])
+        assert pinned(rt) == {*ids[:3], remembered}
+        LOOKS[look](rt)
+        assert pinned(rt) == {ids[2], remembered}
+        gone(other, ids[2:3])
+        LOOKS[look](rt)
+        assert pinned(rt) == {remembered}
+        assert used(rt, rt.add_chunks(TEXTS[4:5])) == ["encoded"]
+        assert rt.check() == [] and other.check() == []
+
+
+def test_the_pages_of_a_pin_that_ended_serve_others(tmp_path: Path) -> None:
+    counts, besides, page = sizes(TEXTS)
+    room = (besides + 2 * max(counts)) * page
+    with make_runtime(store=tmp_path, cache_bytes=room) as rt, make_runtime(store=tmp_path) as other:
+        ids = rt.add_chunks(TEXTS[:2])
+        rt.pin(ids)
+        with pytest.raises(CacheFullError):
+            rt.generate("Q", rt.add_chunks(TEXTS[2:4]), sampling=SHORT)
+        other.delete(ids)
+        assert used(rt, rt.add_chunks(TEXTS[2:4])) == ["encoded"] * 2
+        rt.pin(rt.add_chunks(TEXTS[4:6]))
+        assert rt.check() == []
+
+
+def test_a_remembered_text_that_makes_room_loses_its_pin(tmp_path: Path) -> None:
+    for options in ({}, {"store": tmp_path}):
+        with make_runtime(**options) as rt:  # type: ignore[arg-type]
+            rt._preparer.remembered._limit = 2
+            first, second = rt.remember(TEXTS[:2])
+            rt.pin([first, second])
+            rt.remember([*TEXTS[1:2], TEXTS[2]])
+            rt.prefetch([])
+            assert pinned(rt) == {second}
+            assert rt.remember(TEXTS[:1]) == [first]
+            rt.pin([first])
+            rt.add_chunks(TEXTS[:1])
+            rt.remember(TEXTS[3:5])
+            rt.prefetch([])
+            assert pinned(rt) == {first}, "a document holds it"
+            assert rt.check() == []
+
+
+def test_a_look_at_pins_does_not_keep_a_remembered_text_in_use() -> None:
+    with make_runtime() as rt:
+        rt._preparer.remembered._limit = 2
+        first, second = rt.remember(TEXTS[:2])
+        rt.pin([first])
+        rt.chunk(second)
+        rt.pin([])
+        rt.check()
+        rt.remember(TEXTS[2:3])
+        with pytest.raises(UnknownChunkError):
+            rt.chunk(first)
+
+
+def test_a_chunk_that_is_there_again_keeps_its_pin(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path) as rt, make_runtime(store=tmp_path) as other:
+        ids = rt.add_chunks(TEXTS[:1])
+        rt.pin(ids)
+        other.delete(ids)
+        assert other.add_chunks(TEXTS[:1]) == ids
+        assert rt.check() == []
+        assert pinned(rt) == set(ids)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_pin_set_while_a_deletion_is_noticed(tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog has forgotten the chunk; before its pin ends it is added and pinned again, or only pinned by somebody
+    who had found it in time."""
+    with make_runtime(store=tmp_path) as rt, make_runtime(store=tmp_path) as other:
+        ids = rt.add_chunks(TEXTS[:1])
+        rt.pin(ids)
+        late = rt._chunks(ids, None)
+        held = rt._preparer.remembered.held
+
+        def overtaken(wanted: Any) -> set[str]:
+            found = held(wanted)
+            monkeypatch.undo()
+            if again:
+                other.add_chunks(TEXTS[:1])
+            engine = rt._engine
+            engine.encode(rt._chunks(ids, None) if again else late, evict=True, pin=True).future.result(30)
+            return found
+
+        other.delete(ids)
+        monkeypatch.setattr(rt._preparer.remembered, "held", overtaken)
+        rt.prefetch([])
+        assert pinned(rt) == (set(ids) if again else set())
+        if again:
+            assert rt.check() == []
+            assert pinned(rt) == set(ids)
+            other.delete(ids)
+            assert rt.check() == []
+        assert pinned(rt) == set()
+
+
+def test_a_pin_overtaken_by_a_deletion_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunk is deleted, and a look taken, while it is being computed for its first pin."""
+    with make_runtime(store=tmp_path) as rt, make_runtime(store=tmp_path) as other:
+        rt.pin(rt.add_chunks(TEXTS[1:2]))
+        ids, run = rt.add_chunks(TEXTS[:1]), rt._engine.executor.run
+        begun, go = threading.Event(), threading.Event()
+
+        def slow(*args: Any) -> Any:
+            begun.set()
+            assert go.wait(30)
+            return run(*args)
+
+        monkeypatch.setattr(rt._engine.executor, "run", slow)
+        with ThreadPoolExecutor(2) as pool:
+            pin = pool.submit(rt.pin, ids)
+            assert begun.wait(30)
+            other.delete(ids)
+            look = pool.submit(rt.check)
+            go.set()
+            pin.result(30)
+            assert look.result(30) == []
+        assert rt.check() == []
+        assert ids[0] not in pinned(rt)
+
+
+def test_without_pins_or_changes_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_runtime(store=tmp_path) as rt, make_runtime(store=tmp_path) as other:
+        ids = rt.add_chunks(TEXTS[:2])
+        asked: list[None] = []
+        look = rt._engine.residency.pinned
+        monkeypatch.setattr(rt._engine.residency, "pinned", lambda: asked.append(None) or look())  # type: ignore[func-returns-value]
+        other.add_chunks(TEXTS[2:3])
+        rt.check()
+        assert len(asked) == 0
+        rt.pin(ids)
+        rt.check()
+        assert len(asked) == 1
+        rt.delete(rt.add_chunks(TEXTS[3:4]))  # its own changes are known
+        rt.check()
+        assert len(asked) == 1
+        other.add_chunks(TEXTS[4:5])
+        rt.check()
+        rt.check()
+        assert len(asked) == 2
+
+
+def test_a_look_that_fails_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_runtime(store=tmp_path) as rt:
+        rt.pin(rt.add_chunks(TEXTS[:1]))
+
+        def failing() -> int:
+            raise StoreError("database is locked")
+
+        monkeypatch.setattr(rt._retriever, "writes_of_others", failing)
+        assert rt.chat("Q", sampling=SHORT).token_ids
+        assert "database is locked" in caplog.text
 
 
 def test_live_text_is_used_no_longer_than_the_chunks_it_has_read() -> None:
