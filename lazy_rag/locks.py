@@ -19,6 +19,7 @@ from typing import IO
 
 from lazy_rag.errors import StoreError
 from lazy_rag.forks import closed_in_children
+from lazy_rag.quarantine import require_in_place
 
 _PATIENCE = 30.0  # seconds to wait for a lock that is held for moments
 
@@ -26,11 +27,12 @@ _PATIENCE = 30.0  # seconds to wait for a lock that is held for moments
 def lock_folder(folder: Path, *, alone: bool = False) -> IO[bytes]:
     """Hold a folder until the returned file is closed, or the process ends.
 
-    Raises StoreError when another runtime, in this process or another, holds it alone, or (with `alone`) at all.
+    Raises StoreError when another runtime, in this process or another, holds it alone, or (with `alone`) at all, and
+    when the lock is no file.
     """
     with ExitStack() as undo:
         try:
-            file = undo.enter_context(closed_in_children(folder / "lock"))
+            file = undo.enter_context(_opened(folder / "lock"))
             fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
             what = "is open in another runtime" if alone else "is being replaced by another runtime"
@@ -49,9 +51,10 @@ def unlock(file: IO[bytes]) -> None:
 
 @contextmanager
 def moment(path: Path, *, alone: bool) -> Iterator[None]:
-    """Hold a lock file inside the block. Raises StoreError when it is not to be had for half a minute."""
+    """Hold a lock file inside the block. Raises StoreError when it is not to be had for half a minute, or is no file,
+    and OSError when it cannot be opened."""
     deadline = time.monotonic() + _PATIENCE
-    with closed_in_children(path) as file:
+    with _opened(path) as file:
         while True:
             try:
                 fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -66,6 +69,11 @@ def moment(path: Path, *, alone: bool) -> Iterator[None]:
             yield
         finally:
             unlock(file)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    require_in_place(path.parent, (path.name,))  # a pipe would be waited for, and a folder needs better words
+    return closed_in_children(path)
 
 
 def try_alone(file: IO[bytes]) -> bool:

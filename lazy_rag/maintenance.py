@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from lazy_rag.arguments import checked_keywords
 from lazy_rag.catalog import CATALOG_FILE, require_catalog
 from lazy_rag.errors import ConfigError, StoreError
 from lazy_rag.keys import ChunkId
-from lazy_rag.records import KVRecords, remove
+from lazy_rag.quarantine import KV, PLACES, QUARANTINE, UNIQUE, clear_places, misplaced, require_in_place, set_aside
+from lazy_rag.records import Found, KVRecords, remove
 from lazy_rag.retriever import INDEX_FILE, Retriever
-from lazy_rag.store import Manifest, as_path, read_manifest, read_warm
+from lazy_rag.store import WARM_FILE, Manifest, as_path, read_manifest, read_warm
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,15 @@ class Collected:
 
 
 class _Store:
-    """An opened store folder: manifest, catalog and records. A context manager."""
+    """An opened store folder: manifest, catalog and records. A context manager.
 
-    def __init__(self, folder: str | Path) -> None:
+    Args:
+        places: those in which nothing of a wrong kind may be.
+    """
+
+    def __init__(self, folder: str | Path, places: Collection[str] = PLACES) -> None:
         self.folder = as_path(folder)
+        require_in_place(self.folder, places)
         manifest = read_manifest(self.folder) if self.folder.is_dir() else None
         if manifest is None:
             raise StoreError(f"there is no store in {str(folder)!r}")
@@ -78,13 +84,15 @@ class _Store:
 
     def quarantine(self) -> list[Path]:
         """What was set aside. Raises StoreError."""
-        folder = self.folder / "quarantine"
+        folder = self.folder / QUARANTINE
         try:
             return sorted(folder.iterdir())
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StoreError(f"{str(folder)!r} cannot be listed ({error.strerror}): remove it") from error
+            raise StoreError(
+                f"{str(folder)!r} cannot be listed ({error.strerror}): make it a readable folder"
+            ) from error
 
 
 @checked_keywords()
@@ -92,23 +100,28 @@ def verify(folder: str | Path, *, repair: bool = False) -> list[str]:
     """What is wrong with a store, in words; empty when it is sound.
 
     Args:
-        repair: set aside bad records and what does not belong beside them, delete what no document holds, rebuild the
-            vector index. What cannot be read now may be sound, and is left.
+        repair: set aside bad records and what does not belong there, delete what no document holds, rebuild the vector
+            index. What cannot be read now may be sound, and is left.
 
     Raises StoreError when there is no store, one of another schema version, or one without a catalog.
     """
-    with _Store(folder) as store:
-        problems = store.retriever.check(repair=repair)
-        found = store.records.look()
+    with _Store(folder, UNIQUE) as store:
+        problems = list(misplaced(store.folder).values())
+        problems += clear_places(store.folder) if repair else []
+        wrong = {path.name for path in misplaced(store.folder)}
+        problems += store.retriever.check(repair=repair)
+        found = Found() if KV in wrong else store.records.look()
         problems += _records_problems(store, found.records, repair=repair)
         unheld = store.unheld(found.records)
         problems += [f"a record is there for chunk {chunk_id}, which no document holds" for chunk_id in unheld]
         problems += [f"{str(path)!r} is no record in its place" for path in found.strays] + found.unlisted
-        steps: list[Callable[[], object]] = [store.quarantine, lambda: read_warm(store.folder)]
+        looks = {QUARANTINE: store.quarantine, WARM_FILE: lambda: read_warm(store.folder)}
+        steps: list[Callable[[], object]] = [look for name, look in looks.items() if name not in wrong]
         if repair:
             steps.append(lambda: store.records.delete(unheld))
-            steps += [partial(store.records.set_aside, path) for path in found.strays]
-        return problems + [str(error) for error in _failures(steps)]
+            steps += [partial(set_aside, path, store.folder) for path in found.strays]
+        problems += [str(error) for error in _failures(steps)]
+    return list(dict.fromkeys(problems))
 
 
 def _failures(steps: Iterable[Callable[[], object]]) -> list[StoreError]:
@@ -142,7 +155,8 @@ def _records_problems(store: _Store, ids: Sequence[ChunkId], *, repair: bool) ->
 
 @checked_keywords()
 def stats(folder: str | Path) -> StoreStats:
-    """What a store holds, without reading any record. Raises StoreError."""
+    """What a store holds, without reading any record. Raises StoreError, also where something of a wrong kind is in the
+    place of one of its files or folders."""
     with _Store(folder) as store:
         sizes = store.records.sizes()
         set_aside = [_size(path) for path in store.quarantine()]
@@ -169,8 +183,8 @@ def collect(folder: str | Path, *, max_bytes: int | None = None, dry_run: bool =
             prefix stays.
         dry_run: only count.
 
-    Raises StoreError when there is no store or no catalog in it, and when something cannot be deleted (then the rest
-    is).
+    Raises StoreError when there is no store or no catalog in it, when something of a wrong kind is in the place of one
+    of its files or folders, and when something cannot be deleted (then the rest is).
     """
     if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 0):
         raise ConfigError(f"max_bytes={max_bytes!r} must be a whole number of at least 0, or None")

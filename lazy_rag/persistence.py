@@ -17,9 +17,11 @@ from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
 from lazy_rag.locks import lock_folder, unlock
 from lazy_rag.progress import progress_bar
+from lazy_rag.quarantine import KV, PLACES, QUARANTINE, UNIQUE, clear_places, misplaced, require_in_place
 from lazy_rag.records import KVRecords
-from lazy_rag.retriever import Retriever
+from lazy_rag.retriever import INDEX_FILE, Retriever
 from lazy_rag.store import (
+    WARM_FILE,
     Manifest,
     as_path,
     open_folder,
@@ -30,7 +32,10 @@ from lazy_rag.store import (
     write_warm,
 )
 
-_RECORDS = ("kv", "quarantine")  # folders of a store whose content is looked after, and deleted
+_RECORDS = (KV, QUARANTINE)  # folders of a store whose content is looked after, and deleted
+
+
+_LATER = (INDEX_FILE, WARM_FILE)  # made again from the catalog; said when it is read
 
 
 class OpenStore:
@@ -43,6 +48,7 @@ class OpenStore:
     def __init__(self, folder: str | Path, *, alone: bool = False) -> None:
         _require_outside(Path(os.path.realpath(as_path(folder))))  # which no loop of links can stop
         self.folder = open_folder(folder)
+        require_in_place(self.folder, [name for name in PLACES if name not in _LATER])
         self._lock = lock_folder(self.folder, alone=alone)
         try:
             self.manifest = read_manifest(self.folder)
@@ -142,6 +148,7 @@ def make_manifest(
 def load_arguments(directory: str | Path, model: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Arguments for a Runtime over an existing store; `model` and `options` override what is stored."""
     folder = as_path(directory)
+    require_in_place(folder, UNIQUE)
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:
         raise StoreError(f"there is no store in {str(folder)!r}")
@@ -226,7 +233,10 @@ def _chunks(parts: Parts, retriever: Retriever, ids: set[ChunkId]) -> list[Chunk
 
 def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str]:
     """See `Runtime.check_store`. Chunks added or deleted meanwhile are no problem."""
-    problems = retriever.check(repair=repair)
+    folder = None if parts.records is None else parts.records.folder
+    problems = [] if folder is None else list(misplaced(folder).values())
+    problems += clear_places(folder) if repair and folder is not None else []
+    problems += [problem for problem in retriever.check(repair=repair) if problem not in problems]
     told = retriever.records(retriever.chunk_ids()).values()
     wrong = {ChunkId(r.chunk_id): damaged(r) for r in told if not parts.chunker.sound(r)}
     problems += [f"{words}: delete it and add its text again" for words in wrong.values()]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +25,7 @@ from lazy_rag.errors import StoreError
 from lazy_rag.keys import SCHEMA_VERSION, ChunkId, checksum, tensor_bytes
 from lazy_rag.layout import Chunk
 from lazy_rag.locks import moment
+from lazy_rag.quarantine import KV, QUARANTINE
 from lazy_rag.store import TEMPORARY, is_abandoned, write_atomically
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class KVRecords:
         self.quarantined: list[ChunkId] = []  # the latest of them
 
     def path(self, chunk_id: ChunkId) -> Path:
-        return self.folder / "kv" / chunk_id[:2] / f"{chunk_id}.safetensors"
+        return self.folder / KV / chunk_id[:2] / f"{chunk_id}.safetensors"
 
     def save(self, chunk: Chunk, pages: Tensor, age: float = 0.0) -> None:
         """Write a chunk's whole pages [pages, elements], computed `age` seconds ago; does nothing when a record exists
@@ -127,7 +127,8 @@ class KVRecords:
             write_atomically(path, data, lambda: self._naming(chunk.id))
         except FileExistsError as error:
             raise StoreError(
-                f"cannot write {str(path)!r}: a file stands where a folder belongs; `lazy-rag store verify` names it"
+                f"cannot write {str(path)!r}: a file stands where a folder belongs; `lazy-rag store verify --repair "
+                f"{self.folder}` sets it aside"
             ) from error
         except OSError as error:
             raise StoreError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
@@ -210,7 +211,7 @@ class KVRecords:
         _log.warning("record %s is bad (%s); it is set aside and the chunk will be computed again", chunk_id, problem)
         self.quarantined.append(chunk_id)
         del self.quarantined[:-_REMEMBERED]
-        target = self.folder / "quarantine"
+        target = self.folder / QUARANTINE
         try:
             target.mkdir(mode=0o700, exist_ok=True)
             os.replace(path, target / path.name)
@@ -220,18 +221,6 @@ class KVRecords:
                 remove(path)
             except OSError as final:
                 _log.warning("record %s could not be deleted: %s", chunk_id, final)
-
-    def set_aside(self, path: Path) -> None:
-        """Move a stray file or folder to the quarantine. Raises StoreError."""
-        target = self.folder / "quarantine"
-        try:
-            target.mkdir(mode=0o700, exist_ok=True)
-            # not under its own name: that could be a record's
-            os.replace(path, target / f"stray-{secrets.token_hex(4)}-{path.name}")
-        except FileNotFoundError:
-            pass  # gone meanwhile
-        except OSError as error:
-            raise StoreError(f"cannot move {str(path)!r} to the quarantine: {error.strerror or error}") from error
 
     def _is_expired(self, age: float) -> bool:
         return self._ttl is not None and not 0 <= age < self._ttl
@@ -248,8 +237,8 @@ class KVRecords:
             except Exception:  # noqa: BLE001  `load` will say what is wrong with it
                 return "there"
             return "expired" if self._is_expired(age) else "there"
-        set_aside = self.folder / "quarantine" / path.name
-        return "quarantined" if chunk_id in self.quarantined or set_aside.exists() else None
+        aside = self.folder / QUARANTINE / path.name
+        return "quarantined" if chunk_id in self.quarantined or aside.exists() else None
 
     def delete(self, chunk_ids: Iterable[ChunkId]) -> None:
         """Call it when the catalog no longer holds the chunks: then no process makes records of them any more.
@@ -261,7 +250,7 @@ class KVRecords:
             with moment(self.folder / "records.lock", alone=True):
                 for chunk_id in chunk_ids:
                     path = self.path(chunk_id)
-                    for place in (path, self.folder / "quarantine" / path.name):
+                    for place in (path, self.folder / QUARANTINE / path.name):
                         try:
                             remove(place)
                         except OSError as error:
@@ -273,7 +262,7 @@ class KVRecords:
 
     def abandoned(self) -> list[Path]:
         """Files that writers which died have left behind."""
-        return [path for path in (self.folder / "kv").glob(f"*/{TEMPORARY}*") if is_abandoned(path)]
+        return [path for path in (self.folder / KV).glob(f"*/{TEMPORARY}*") if is_abandoned(path)]
 
     def sweep(self) -> None:
         """Delete what writers that died left behind."""
@@ -299,7 +288,7 @@ class KVRecords:
     def look(self) -> Found:
         """Everything that lies under `kv`. Never raises."""
         found = Found()
-        for folder in found.entries(self.folder / "kv"):
+        for folder in found.entries(self.folder / KV):
             if not os.path.isdir(folder):
                 found.strays.append(folder)
                 continue

@@ -40,6 +40,7 @@ from lazy_rag.embedder import Embedder, Vectors, normalise_rows
 from lazy_rag.errors import EmptyCorpusError, RetrieverError, RuntimeClosedError, StoreError, UnknownChunkError
 from lazy_rag.locks import moment
 from lazy_rag.owner import OwnerThread
+from lazy_rag.quarantine import require_in_place, set_aside
 
 __all__ = ["Change", "ChunkId", "ChunkRecord", "Hit", "Retriever", "VectorIndex"]
 
@@ -170,7 +171,7 @@ class VectorIndex:
             digest = file_digest(temporary)
             _fsync(temporary)
             if path.is_dir() and not path.is_symlink():  # nothing of ours; the index is made from the catalog
-                _set_aside(path)
+                set_aside(path, path.parent)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -517,7 +518,7 @@ class Retriever:
             return None
         path = self._directory / INDEX_FILE
         try:
-            if file_digest(path) == digest:
+            if path.is_file() and file_digest(path) == digest:  # a pipe would be waited for
                 index = VectorIndex.read(path, identity[1])
                 if np.array_equal(index.ids, self._catalog.vector_ids()):
                     return index
@@ -613,6 +614,8 @@ class Retriever:
         self._sync()
         if self._directory is None or self._index is None:
             return
+        if not force and self._catalog.index_record()[0] == self._index_state:
+            return
         # alone: another process must not put its file under this one's digest
         with moment(self._directory / "index.lock", alone=True):
             if force or self._catalog.index_record()[0] != self._index_state:
@@ -656,6 +659,10 @@ class Retriever:
         path = self._directory / INDEX_FILE
         if recorded is None or recorded != self._index_state:
             return []
+        try:
+            require_in_place(self._directory, (INDEX_FILE,))
+        except StoreError as error:
+            return [str(error)]
         try:
             return [] if file_digest(path) == digest else [f"{path} is damaged: its checksum differs"]
         except OSError as error:
@@ -716,12 +723,6 @@ def _checked_ids(ids: Any) -> list[str]:
         if not isinstance(item, str):
             raise UnknownChunkError(f"{item!r} is no id: document and chunk ids are strings")
     return listed
-
-
-def _set_aside(path: Path) -> None:
-    quarantine = path.parent / "quarantine"
-    quarantine.mkdir(mode=0o700, exist_ok=True)
-    os.replace(path, quarantine / f"stray-{secrets.token_hex(4)}-{path.name}")
 
 
 def _make_folder(directory: Path) -> None:

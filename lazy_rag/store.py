@@ -170,6 +170,8 @@ def read_warm(folder: Path) -> dict[str, list[str]]:
     the lists of every namespace are in it."""
     path = folder / WARM_FILE
     try:
+        if os.path.lexists(path) and not path.is_file():
+            raise TypeError("it is no file")  # a pipe would be waited for
         stored = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(stored, dict):
             raise TypeError("it is no mapping of namespaces to chunk ids")

@@ -86,11 +86,6 @@ def links(store: Path) -> None:
     (store / "quarantine" / "link").symlink_to(store / "nowhere")
 
 
-def file_in_place_of_kv(store: Path) -> None:
-    shutil.rmtree(store / "kv")
-    (store / "kv").write_text("file")
-
-
 def file_in_place_of_a_folder(store: Path) -> None:
     folder = first(store).parent
     shutil.rmtree(folder)
@@ -110,7 +105,6 @@ ODD: list[tuple[Callable[[Path], None], int]] = [  # and how many problems verif
     (copy_of_a_record_beside_the_folders, 1),
     (other_files, 5),
     (links, 2),
-    (file_in_place_of_kv, 1),
     (file_in_place_of_a_folder, 1),
     (pipe_in_place_of_a_record, 1),
 ]
@@ -129,13 +123,12 @@ def test_what_does_not_belong_there_is_told_set_aside_and_collected(
     rt = make_runtime(store=store)
     answer = rt.generate("Q", rt._retriever.chunk_ids(""), sampling=SHORT)
     assert answer.token_ids == made[1], "what cannot be read is computed"
-    if spoil in (file_in_place_of_kv, file_in_place_of_a_folder):
+    if spoil is file_in_place_of_a_folder:
         with pytest.raises(StoreError, match="a file stands where a folder belongs"):
             rt.close()
     rt.close()
     assert len(maintenance.verify(store, repair=True)) <= count
-    left = maintenance.verify(store)
-    assert left == ([] if spoil is not file_in_place_of_kv else problems)
+    assert maintenance.verify(store) == []
     planned = maintenance.collect(store, dry_run=True)
     assert maintenance.collect(store) == planned
     assert maintenance.stats(store).quarantined == 0
@@ -166,14 +159,153 @@ def test_a_link_to_another_disk_is_no_problem(store: Path, tmp_path: Path) -> No
     assert len(records(store).ids()) == count
 
 
-def test_a_file_in_place_of_the_quarantine_is_told(store: Path) -> None:
-    (store / "quarantine").write_text("file")
-    assert ["remove it" in problem for problem in maintenance.verify(store)] == [True]
+# something of a wrong kind in the place of a store's own files and folders
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+    (path / "mine").write_text("mine")
+
+
+def file(path: Path) -> None:
+    path.write_text("mine")
+
+
+def circle(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def nowhere(path: Path) -> None:
+    path.symlink_to(path.parent / "not mounted")
+
+
+PLACES = {
+    **dict.fromkeys(("lock", "records.lock", "index.lock", "index.faiss", "warm.json"), folder),
+    **dict.fromkeys(("kv", "quarantine"), file),
+}
+KINDS = [
+    *((place, kind) for place, opposite in PLACES.items() for kind in (opposite, circle, os.mkfifo)),
+    *((place, nowhere) for place in PLACES),
+]
+
+
+def spoil_place(store: Path, name: str, kind: Callable[[Path], None]) -> Path:
+    """What was there is kept beside the store."""
+    path = store / name
+    if path.exists():
+        path.rename(store.parent / f"former {name}")
+    kind(path)
+    return path
+
+
+@pytest.mark.parametrize(("place", "kind"), KINDS, ids=[f"{place}-{kind.__name__}" for place, kind in KINDS])
+def test_what_is_of_a_wrong_kind_is_told_refused_and_set_aside(
+    store: Path, made: tuple[Path, tuple[int, ...]], place: str, kind: Callable[[Path], None]
+) -> None:
+    path = spoil_place(store, place, kind)
+    (problem,) = maintenance.verify(store)
+    assert repr(str(path)) in problem
+    assert maintenance.verify(store) == [problem], "looking changes nothing"
+    before = sorted(store.rglob("*"))
     for call in (maintenance.stats, maintenance.collect):
-        with pytest.raises(StoreError, match="remove it"):
+        with pytest.raises(StoreError) as caught:
             call(store)
+        assert str(caught.value) == problem
+    if place not in ("index.faiss", "warm.json"):
+        with pytest.raises(StoreError) as caught:
+            make_runtime(store=store)
+        assert str(caught.value) == problem
+    assert sorted(store.rglob("*")) == before
+    assert problem in maintenance.verify(store, repair=True)
+    if kind is nowhere and place in ("kv", "quarantine", "warm.json"):
+        assert "not mounted" in problem
+        assert maintenance.verify(store) == [problem], "what it leads to may be sound"
+        path.unlink()  # as the message says
+    elif "lazy-rag store verify --repair" in problem:
+        (kept,) = (store / "quarantine").iterdir()
+        assert kept.name.startswith("stray-") and kept.name.endswith(f"-{place}")
+        if kind in (folder, file):
+            assert (kept / "mine" if kind is folder else kept).read_text() == "mine"
+    assert maintenance.verify(store) == []
+    with make_runtime(store=store) as rt:
+        assert rt.generate("Q", rt._retriever.chunk_ids(""), sampling=SHORT).token_ids == made[1]
+        assert rt.check_store() == []
+    maintenance.collect(store)
+    assert maintenance.verify(store) == []
+
+
+@pytest.mark.parametrize("place", ["index.faiss", "warm.json"])
+@pytest.mark.parametrize("kind", [folder, circle, os.mkfifo, nowhere])
+def test_a_runtime_does_without_its_index_and_warm_list(
+    store: Path, made: tuple[Path, tuple[int, ...]], place: str, kind: Callable[[Path], None]
+) -> None:
+    path = spoil_place(store, place, kind)
+    with make_runtime(store=store) as rt:
+        assert rt.generate("Q", rt._retriever.chunk_ids(""), sampling=SHORT).token_ids == made[1]
+        assert rt.query("foxes", 3, sampling=SHORT).sources
+        assert [repr(str(path)) in problem for problem in rt.check_store()] == [True]
+        rt.add_chunks(["more"])
+
+
+@pytest.mark.parametrize("place", ["store.json", "catalog.sqlite"])
+@pytest.mark.parametrize("kind", [folder, circle, os.mkfifo, nowhere])
+def test_what_nothing_can_make_again_is_never_moved(store: Path, place: str, kind: Callable[[Path], None]) -> None:
+    path = spoil_place(store, place, kind)
+    before = sorted(store.rglob("*"))
+    calls: tuple[Callable[[Path], Any], ...] = (
+        maintenance.verify,
+        lambda store: maintenance.verify(store, repair=True),
+        maintenance.stats,
+        maintenance.collect,
+        lambda store: make_runtime(store=store),
+        lambda store: Runtime.load(store),
+    )
+    for call in calls:
+        with pytest.raises(StoreError) as caught:
+            call(store)
+        assert repr(str(path)) in str(caught.value)
+    assert sorted(store.rglob("*")) == before
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_open_runtime_sets_aside_what_came_into_its_places(store: Path, place: str) -> None:
+    with make_runtime(store=store) as rt:
+        path = spoil_place(store, place, PLACES[place])
+        (problem,) = rt.check_store()
+        assert repr(str(path)) in problem
+        assert problem in rt.check_store(repair=True)
+        assert rt.check_store() == []
+        rt.prefetch(rt.add_chunks(["more"]))
+    assert maintenance.verify(store) == []
+
+
+def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "kv").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StoreError, match="no store"):
+        maintenance.verify(tmp_path, repair=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_cannot_be_set_aside_is_told(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (store / "lock").unlink()
+    (store / "lock").mkdir()
     copy_of_a_record_beside_the_folders(store)
-    assert len(maintenance.verify(store, repair=True)) == 3  # and that it cannot be set aside
+
+    replace = os.replace
+
+    def failing(source: Any, target: Any) -> None:
+        if Path(target).parent.name == "quarantine":
+            raise PermissionError(13, "Permission denied")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lazy_rag.quarantine.os.replace", failing)
+        problems = maintenance.verify(store, repair=True)
+    assert sum("to the quarantine: Permission denied" in problem for problem in problems) == 2
+    assert len(maintenance.verify(store, repair=True)) == 2
+    assert maintenance.verify(store) == []
 
 
 def test_one_file_that_cannot_be_deleted_keeps_no_other(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,8 +498,8 @@ def test_a_folder_in_place_of_the_index_is_set_aside(store: Path, made: tuple[Pa
     (store / "index.faiss").unlink()
     (store / "index.faiss").mkdir()
     (store / "index.faiss" / "file").write_bytes(b"12345")
-    assert any("index" in problem for problem in maintenance.verify(store))
-    maintenance.verify(store, repair=True)
+    with make_runtime(store=store) as rt:
+        rt.add_chunks(["more"])
     assert maintenance.verify(store) == []
     (kept,) = (store / "quarantine").glob("stray-*-index.faiss/file")
     assert kept.read_bytes() == b"12345"

@@ -49,8 +49,8 @@ def _sources() -> Iterator[Path]:
 _LOADED = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
 
 
-@pytest.mark.parametrize("module", ["lazy_rag", "lazy_rag.cli"])
-def test_importing_the_package_or_its_command_line_loads_no_model_library(module: str) -> None:
+@pytest.mark.parametrize("module", ["lazy_rag", "lazy_rag.cli", "lazy_rag.retriever"])
+def test_importing_the_package_its_command_line_or_its_retriever_loads_no_model_library(module: str) -> None:
     loaded = set(_run(f"import {module}; {_LOADED}").split())
     assert "lazy_rag" in loaded
     assert not loaded & {"torch", "transformers", "sentence_transformers", "faiss", "llama_index"}
