@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
+import reprlib
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeGuard, TypeVar, get_type_hints
 
 from lazy_rag.errors import ConfigError
 
@@ -51,6 +53,36 @@ def checked_keywords(options: type[Any] | None = None) -> Callable[[Callable[P, 
 def is_whole(value: object) -> bool:
     """A whole number; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def brief(value: object) -> str:
+    """A value in few words, whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # noqa: BLE001  of an object of whatever class, or a number of thousands of digits
+        return f"a {type(value).__name__}"
+
+
+def is_finite(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
+
+
+def known_seconds(name: str, value: object) -> float | None:
+    """A duration in seconds; None: without end. Raises ConfigError for anything but a finite number above 0, so that
+    every call takes the same ones."""
+    if value is None:
+        return None
+    if not is_finite(value) or value <= 0:
+        raise ConfigError(
+            f"{name}={brief(value)} must be a number of seconds above 0; leave it out, or None, for no limit"
+        )
+    return float(value)
 
 
 def check_namespace(namespace: object) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from lazy_rag_kernels import IMPLS, KernelError, require
 
 from lazy_rag.arena import HostArena
-from lazy_rag.arguments import check_namespace
+from lazy_rag.arguments import check_namespace, known_seconds
 from lazy_rag.assembly import Assembler
 from lazy_rag.cache import ChunkCache
 from lazy_rag.chunking import Chunker
@@ -29,7 +28,6 @@ from lazy_rag.policy import EvictionPolicy, make_policy
 from lazy_rag.pool import PageLayout, PagePool
 from lazy_rag.prompt import ChatFormat
 from lazy_rag.records import KVRecords
-from lazy_rag.sampling import is_finite
 from lazy_rag.tiers import Tiers
 from lazy_rag.tokens import TextTokenizer
 from lazy_rag.transfers import Transfers
@@ -91,7 +89,7 @@ class Settings:
                 "host_bytes is the tier below a GPU's memory; on this device the pages lie in host memory already: "
                 "raise cache_bytes instead, and give a store for a tier on disk"
             )
-        rest["ttl"] = known_ttl(rest["ttl"])
+        rest["ttl"] = known_seconds("ttl", rest["ttl"])
         rest["quotas"] = _known_quotas(rest["quotas"])
         if not isinstance(rest["compile"], bool):
             raise ConfigError(f"compile={rest['compile']!r} must be True or False")
@@ -99,15 +97,6 @@ class Settings:
         if chosen not in IMPLS:
             raise ConfigError(f"impl={impl!r} is not one of {', '.join(map(repr, IMPLS))}")
         return cls(device=where, dtype=kind, impl=chosen, **rest)
-
-
-def known_ttl(ttl: object) -> float | None:
-    """Seconds, or None. Raises ConfigError."""
-    if ttl is None:
-        return None
-    if not isinstance(ttl, int | float) or not (is_finite(ttl) or ttl == math.inf) or ttl <= 0:
-        raise ConfigError(f"ttl={ttl!r} must be a number of seconds above 0, or None")
-    return float(ttl)
 
 
 def _known_quotas(quotas: Any) -> dict[str, int]:

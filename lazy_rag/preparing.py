@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from lazy_rag.answer import Source
-from lazy_rag.arguments import check_namespace
+from lazy_rag.arguments import check_namespace, known_seconds
 from lazy_rag.assembly import Placed, as_history, as_range
 from lazy_rag.building import Parts
 from lazy_rag.conversation import Part, split_at_anchors
@@ -25,7 +25,7 @@ from lazy_rag.layout import Chunk, ChunkRange, Live, LiveRun, PromptLayout, know
 from lazy_rag.prompt import Message
 from lazy_rag.remembering import Remembered
 from lazy_rag.retriever import ChunkRecord, Hit, Retriever
-from lazy_rag.sampling import SamplingParams, is_finite
+from lazy_rag.sampling import SamplingParams
 from lazy_rag.soundness import require_sound
 from lazy_rag.tools import ToolUse
 
@@ -324,9 +324,7 @@ def _urgency(options: RequestOptions) -> tuple[int, float | None]:
     priority, deadline = options.get("priority"), options.get("deadline")
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise ConfigError(f"priority={priority!r} must be a whole number; higher goes first")
-    if deadline is not None and not (is_finite(deadline) and deadline > 0):
-        raise ConfigError(f"deadline={deadline!r} must be a positive number of seconds")
-    return priority or 0, deadline
+    return priority or 0, known_seconds("deadline", deadline)
 
 
 def _with_system(turns: list[Message], system: str) -> list[Message]:

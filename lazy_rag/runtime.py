@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 
 from lazy_rag import streaming
 from lazy_rag.answer import Answer, Explanation, Receipt, Source, make_answer
-from lazy_rag.arguments import check_namespace, checked_keywords
-from lazy_rag.building import Settings, build, known_ttl
+from lazy_rag.arguments import check_namespace, checked_keywords, known_seconds
+from lazy_rag.building import Settings, build
 from lazy_rag.captures import GATE
 from lazy_rag.display import runtime_html
 from lazy_rag.documents import load_documents, unnamed
@@ -524,7 +524,7 @@ class Runtime:
         The pin of a chunk that is deleted or replaced ends, also when another runtime of the store does that, or when a
         remembered text has to make room for others: with the next request, `prefetch`, `pin` or `check` here.
         """
-        seconds = known_ttl(ttl)
+        seconds = known_seconds("ttl", ttl)
         self._encode(self._chunks(ids, namespace), evict=True, pin=True, ttl=seconds)
         self._preparer.departures.pinned()
 

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lazy_rag.arguments import is_finite
 from lazy_rag.errors import ConfigError, EngineError
 from lazy_rag.grammar import Constraint, schema_text
 
@@ -144,16 +145,6 @@ def _check_int(name: str, value: Any, low: int, high: int | None, *, optional: b
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or value < low or (high is not None and value > high):
         raise ConfigError(f"{name} must be {allowed}{' or None' if optional else ''}, got {value!r}")
-
-
-def is_finite(value: object) -> bool:
-    """Whether a value is a number that a float can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
 
 
 def _check_float(name: str, value: Any, allowed: str, holds: Callable[[float], bool]) -> None:

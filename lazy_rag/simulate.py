@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lazy_rag.arguments import known_seconds
 from lazy_rag.errors import ConfigError
 from lazy_rag.keys import ChunkId
 from lazy_rag.policy import EvictionPolicy, Size, make_policy
@@ -59,11 +60,12 @@ def simulate(
         seconds_per_token: cost of computing a token, for cost-aware policies.
         ttl: seconds after which a chunk's KV is gone; None: never.
 
-    Raises ConfigError for sizes below 1, an unknown policy, and a key that comes with two lengths.
+    Raises ConfigError for sizes below 1, a ttl that is no finite number above 0, an unknown policy, and a key that has
+    two lengths.
     """
     if pages < 1 or page_size < 1 or page_bytes < 1:
         raise ConfigError(f"pages={pages!r}, page_size={page_size!r} and page_bytes={page_bytes!r} must be at least 1")
-    cache, result = _Cache(make_policy(policy), pages, ttl), Simulation()
+    cache, result = _Cache(make_policy(policy), pages, known_seconds("ttl", ttl)), Simulation()
     lengths: dict[str, int] = {}
     for time, key, tokens in trace:
         if tokens < 1 or lengths.setdefault(key, tokens) != tokens:

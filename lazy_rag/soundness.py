@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable
 
+from lazy_rag.arguments import brief as _brief
 from lazy_rag.arguments import check_namespace, is_whole
 from lazy_rag.errors import ConfigError
 from lazy_rag.layout import Chunk, LiveRun, PromptLayout, Segment
@@ -90,10 +90,3 @@ def _require_tokens(token_ids: object) -> None:
 def _require(sound: bool, name: str, value: object) -> None:
     if not sound:
         raise ConfigError(f"the layout cannot be used: its {name} must not be {_brief(value)}")
-
-
-def _brief(value: object) -> str:
-    try:
-        return reprlib.repr(value)
-    except Exception:  # noqa: BLE001  of an object of whatever class
-        return f"a {type(value).__name__}"

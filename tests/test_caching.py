@@ -15,6 +15,7 @@ import pytest
 from lazy_rag import Runtime, SamplingParams, store
 from lazy_rag.errors import CacheFullError, ConfigError, StoreError, UnknownChunkError
 from lazy_rag.keys import ChunkId
+from lazy_rag.simulate import simulate
 from tests.fixtures import PAGE, make_runtime, pages
 
 SHORT = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
@@ -465,13 +466,24 @@ def test_time_spent_on_disk_counts(tmp_path: Path) -> None:
         assert used(rt, ids) == ["encoded"]
 
 
-@pytest.mark.parametrize("ttl", [0, -1, float("nan"), "x", True])
-def test_lifetimes_that_are_none(runtime: Runtime, ttl: Any) -> None:
-    (chunk,) = runtime.add_chunks(["text"])
-    with pytest.raises(ConfigError, match="ttl"):
-        runtime.pin([chunk], ttl=ttl)
-    with pytest.raises(ConfigError, match="ttl"):
-        make_runtime(ttl=ttl)
+DURATIONS: dict[str, Callable[[Runtime, Any], object]] = {
+    "pin(ttl=)": lambda rt, seconds: rt.pin(rt._retriever.chunk_ids(), ttl=seconds),
+    "Runtime(ttl=)": lambda rt, seconds: make_runtime(ttl=seconds).close(),
+    "generate(deadline=)": lambda rt, seconds: rt.generate("Q", deadline=seconds, sampling=SHORT),
+    "chat(deadline=)": lambda rt, seconds: rt.chat("Q", deadline=seconds, sampling=SHORT),
+    "simulate(ttl=)": lambda rt, seconds: simulate([(0.0, "a", 1)], pages=1, ttl=seconds),
+}
+
+
+@pytest.mark.parametrize("name", DURATIONS)
+def test_every_duration_follows_one_rule(runtime: Runtime, name: str) -> None:
+    runtime.add_chunks(["text"])
+    what = name.split("(")[1].rstrip(")")
+    for seconds in (0, -1, float("nan"), float("inf"), -float("inf"), 10**400, 10**5000, "x", True, [1]):
+        with pytest.raises(ConfigError, match=f"{what}.* must be a number of seconds above 0; .*None"):
+            DURATIONS[name](runtime, seconds)
+    for seconds in (None, 600, 1e12):
+        DURATIONS[name](runtime, seconds)
 
 
 # namespaces

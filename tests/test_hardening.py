@@ -547,7 +547,7 @@ def test_a_folder_is_private_and_shared_but_not_with_one_who_replaces_it(tmp_pat
     lock_folder(folder).close()
     (folder / "lock").unlink()
     (folder / "lock").mkdir()
-    with pytest.raises(StoreError, match="a folder where a file belongs.*--repair"):
+    with pytest.raises(StoreError, match=r"a folder where a file belongs.*--repair"):
         lock_folder(folder)
 
 
