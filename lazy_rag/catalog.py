@@ -13,7 +13,7 @@ import math
 import secrets
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,13 +99,15 @@ class DocumentWrite:
 @dataclass(frozen=True)
 class Written:
     """Result of a write. `vectors`: vector id to float32 `[d]` for new ones; `dropped`: vector ids of removed chunks;
-    `before` and `after`: state tokens around the write (equal when nothing changed)."""
+    `before` and `after`: state tokens around the write (equal when nothing changed); `mended`: ids of chunks that were
+    damaged and are not any more."""
 
     change: Change
     vectors: dict[int, NDArray[np.float32]]
     dropped: tuple[int, ...]
     before: str
     after: str
+    mended: tuple[str, ...] = ()
 
 
 class MissingVectors(Exception):
@@ -115,8 +117,12 @@ class MissingVectors(Exception):
 class Catalog:
     """One SQLite database, in memory or in a file. Each writing method is one atomic transaction."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Open or create. Raises StoreError for a file of another kind or schema version."""
+    def __init__(self, path: Path | None, sound: Callable[[ChunkRecord], bool] = lambda _: True) -> None:
+        """Open or create. Raises StoreError for a file of another kind or schema version.
+
+        `sound`: does a stored record hold what its id was made from? One that does not is damaged, and is replaced when
+        its chunk is added again."""
+        self._sound = sound
         self._db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, timeout=30.0)
         try:
             self._prepare(path)
@@ -127,6 +133,7 @@ class Catalog:
     def _prepare(self, path: Path | None) -> None:
         try:
             # SQLite's own lower() knows ASCII only
+            self._db.text_factory = _decoded
             self._db.create_function("casefold", 1, _casefold, deterministic=True)
             self._db.execute("PRAGMA foreign_keys = ON")
             self._db.execute("PRAGMA synchronous = FULL")
@@ -253,7 +260,7 @@ class Catalog:
             "WHERE chunk_id IN (SELECT value FROM json_each(?))",
             (json.dumps(list(chunk_ids)),),
         )
-        return {row[0]: ChunkRecord(row[0], row[1], row[2], _tokens(row[3])) for row in found}
+        return {row[0]: ChunkRecord(row[0], _text(row[1]), _text(row[2]), _tokens(row[3])) for row in found}
 
     def _numbers(self, chunk_ids: Iterable[str]) -> list[tuple[str, int, bool]]:
         return self._db.execute(
@@ -279,7 +286,8 @@ class Catalog:
 
     def texts(self) -> Iterator[tuple[str, str, str]]:
         """(chunk id, text, namespace) of every chunk."""
-        yield from self._db.execute("SELECT chunk_id, text, namespace FROM chunks")
+        for chunk_id, text, namespace in self._db.execute("SELECT chunk_id, text, namespace FROM chunks"):
+            yield chunk_id, _text(text), _text(namespace)
 
     def documents(self, namespace: str) -> list[str]:
         sql = "SELECT document_id FROM documents WHERE namespace = ? ORDER BY document_key"
@@ -294,7 +302,7 @@ class Catalog:
     def unembedded(self) -> dict[int, str]:
         """Vector id to text of the chunks without a vector."""
         sql = "SELECT vector_id, text FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM vectors)"
-        return dict(self._db.execute(sql).fetchall())
+        return {vector_id: _text(text) for vector_id, text in self._db.execute(sql)}
 
     def vector_ids(self) -> NDArray[np.int64]:
         """All ids with a stored vector, int64 `[n]`, ascending."""
@@ -354,8 +362,11 @@ class Catalog:
         result = []
         for row, score in scored:
             chunk_id, text, metadata, document_id, ordinal, tokens, siblings = by_row[row]
-            values = decode_metadata(metadata)
-            result.append(Hit(chunk_id, text, score, values, document_id, ordinal, _tokens(tokens), siblings))
+            try:
+                values = decode_metadata(metadata)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise StoreError(f"the metadata of document {document_id!r} are damaged: add it again") from error
+            result.append(Hit(chunk_id, _text(text), score, values, document_id, ordinal, _tokens(tokens), siblings))
         return result
 
     def vectors(self, chunk_ids: Sequence[str]) -> dict[str, NDArray[np.float32]]:
@@ -373,6 +384,13 @@ class Catalog:
         found += [f"catalog: broken reference in {row[0]}" for row in self._db.execute("PRAGMA foreign_key_check")]
         orphans = "SELECT chunk_id FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM rows)"
         found += [f"chunk {row[0]} belongs to no document" for row in self._db.execute(orphans)]
+        spoilt = (
+            "SELECT DISTINCT document_id FROM rows JOIN documents USING (document_key) "
+            "WHERE typeof(metadata) != 'text' OR "
+            "CASE WHEN json_valid(metadata) THEN json_type(metadata) != 'object' ELSE 1 END"
+        )
+        words = "the metadata of document {!r} are damaged: add it again"
+        found += [words.format(row[0]) for row in self._db.execute(spoilt)]
         return found
 
     # Writing
@@ -383,28 +401,32 @@ class Catalog:
         """Store documents, each replacing its earlier version; unchanged chunks keep their rows.
 
         `vectors`: unit vectors by chunk id. With `need_vectors` raises MissingVectors when a chunk would be left
-        without one. Raises RetrieverError when a chunk id is known with other content."""
+        without one. Raises RetrieverError when a chunk id is known with other content that is not damaged."""
         with self._transaction():
             before = self.state
             changes = self._db.total_changes
-            added = self._insert_chunks(writes)
+            added, mended = self._insert_chunks(writes)
             touched: set[int] = set()
             for write in writes:
                 touched |= self._replace_rows(write)
             removed = self._drop_unreferenced(touched)
             stored = self._insert_vectors(writes, vectors, need_vectors)
             after = self._touch() if self._db.total_changes != changes else before
-        return Written(Change(tuple(added), tuple(removed.values())), stored, tuple(removed), before, after)
+        change = Change(tuple(added), tuple(removed.values()))
+        return Written(change, stored, tuple(removed), before, after, tuple(mended))
 
-    def _insert_chunks(self, writes: Sequence[DocumentWrite]) -> list[str]:
+    def _insert_chunks(self, writes: Sequence[DocumentWrite]) -> tuple[list[str], list[str]]:
+        """The ids that were not known, and those whose records were damaged and are sound again."""
         records: dict[str, ChunkRecord] = {}
         for record in (chunk for write in writes for chunk in write.chunks):
             if not _same_tokens(records.setdefault(record.chunk_id, record), record):
                 raise _conflict(record)
         known = self.known(records)
+        damaged = {i for i, stored in known.items() if stored != records[i] and not self._sound(stored)}
         for chunk_id, stored in known.items():
-            if not _same_tokens(stored, records[chunk_id]):
+            if chunk_id not in damaged and not _same_tokens(stored, records[chunk_id]):
                 raise _conflict(stored)
+        self._mend(records[chunk_id] for chunk_id in damaged)
         added = [chunk_id for chunk_id in records if chunk_id not in known]
         self._db.executemany(
             "INSERT INTO chunks (chunk_id, namespace, text, token_ids) VALUES (?, ?, ?, ?)",
@@ -414,7 +436,19 @@ class Catalog:
                 if chunk_id not in known
             ),
         )
-        return added
+        return added, sorted(damaged)
+
+    def _mend(self, records: Iterable[ChunkRecord]) -> None:
+        self._db.executemany(
+            "UPDATE chunks SET namespace = ?, text = ?, token_ids = ? WHERE chunk_id = ?",
+            ((record.namespace, record.text, _token_bytes(record), record.chunk_id) for record in records),
+        )
+
+    def mend(self, records: Sequence[ChunkRecord]) -> None:
+        """Write these again in place of damaged ones with their ids."""
+        with self._transaction():
+            self._mend(records)
+            self._touch()
 
     def _replace_rows(self, write: DocumentWrite) -> set[int]:
         """Bring the rows of one document to the wanted list; returns vector ids that lost a row. A document without
@@ -577,6 +611,16 @@ def _token_bytes(record: ChunkRecord) -> bytes:
         return np.array(record.token_ids, dtype="<i4").tobytes()
     except (OverflowError, TypeError, ValueError) as error:
         raise RetrieverError(f"chunk {record.chunk_id!r} has token ids that are not 32-bit integers") from error
+
+
+def _decoded(data: bytes) -> str:
+    """Damaged text is a wrong text, and no reason why nothing can be read."""
+    return data.decode("utf-8", "replace")
+
+
+def _text(value: object) -> str:
+    """Of a column of text, which holds something else only when it is damaged: then no text that anybody has."""
+    return value if isinstance(value, str) else "\ufffd"
 
 
 def _tokens(data: bytes) -> tuple[int, ...]:

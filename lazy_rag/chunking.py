@@ -12,11 +12,13 @@ from weakref import WeakValueDictionary
 
 from lazy_rag.catalog import ChunkRecord
 from lazy_rag.documents import Document
-from lazy_rag.errors import ConfigError, ContextOverflowError, StoreError
-from lazy_rag.keys import ChunkId, KeySpace
+from lazy_rag.errors import ConfigError, ContextOverflowError, LazyRAGError, StoreError
+from lazy_rag.keys import ChunkId, FieldHash, KeySpace, token_bytes
 from lazy_rag.layout import Chunk
 from lazy_rag.splitting import Splitter
 from lazy_rag.tokens import TextTokenizer
+
+_TOLD = 1 << 16  # records of which the number of text tokens is known
 
 
 class Chunker:
@@ -34,6 +36,7 @@ class Chunker:
         self._separator = tokens.content(separator)
         self._base = base
         self._max_tokens = max_tokens
+        self._text_tokens: dict[str, int | None] = {}  # of records that were asked for
         self._made: WeakValueDictionary[int, Chunk] = WeakValueDictionary()  # by address
 
     def record(self, text: str, namespace: str) -> ChunkRecord:
@@ -58,7 +61,7 @@ class Chunker:
             as_of: `Residency.deletions` from before the record was read or written.
         """
         if not self.sound(record):
-            raise StoreError(f"{damaged(record)}: delete it and add its text again")
+            raise StoreError(damaged(record.chunk_id))
         chunk = Chunk(ChunkId(record.chunk_id), record.token_ids, self._base, record.namespace, as_of)
         self._made[id(chunk)] = chunk
         return chunk
@@ -71,9 +74,47 @@ class Chunker:
         """Is it an object that `chunk` gave, and not one that is equal to it or says so?"""
         return chunk is not None and self._made.get(id(chunk)) is chunk
 
-    def text_tokens(self, record: ChunkRecord) -> int:
-        """How many of a chunk's tokens are its text; the others are the separator."""
-        return len(record.token_ids) - len(self._separator)
+    def text_tokens(self, record: ChunkRecord) -> int | None:
+        """How many of a chunk's tokens are its text; the others are the separator. None where the tokens are not those
+        of the text: the catalog that told them is damaged. A text is tokenised once."""
+        text = record.text.encode("utf-8", "surrogatepass")
+        known = (
+            FieldHash().add("id", record.chunk_id).add("tokens", token_bytes(record.token_ids)).add("text", text).hex()
+        )
+        if known not in self._text_tokens:
+            if len(self._text_tokens) >= _TOLD:
+                self._text_tokens.clear()
+            self._text_tokens[known] = self._count(record)
+        return self._text_tokens[known]
+
+    def _count(self, record: ChunkRecord) -> int | None:
+        if not self.sound(record):
+            return None
+        text, own = self._tokens.content(record.text), self._separator
+        rest = record.token_ids[len(text) :]
+        if not text or record.token_ids[: len(text)] != text:
+            return None
+        # not its own where a runtime of the same store was given another one; but the end of a text that was cut off
+        # comes before the own separator, or holds words
+        other = "" if rest == own else self._tokens.decode(rest).strip()
+        cut_off = other and (any(map(str.isalnum, other)) or (own and rest[-len(own) :] == own))
+        return None if cut_off else len(text)
+
+    def problem(self, record: ChunkRecord) -> str | None:
+        """What is wrong with a record from a catalog, and what to do; None when nothing is."""
+        if not self.sound(record):
+            return damaged(record.chunk_id)
+        if self.text_tokens(record) is None:
+            return f"the catalog's text of chunk {record.chunk_id} is damaged: add the chunk's text again"
+        return None
+
+    def mended(self, record: ChunkRecord) -> ChunkRecord | None:
+        """What a record was before its token ids were damaged, if its text still tells; else None."""
+        try:
+            again = self.record(record.text, record.namespace)
+        except LazyRAGError:
+            return None
+        return again if again.chunk_id == record.chunk_id else None
 
     def cut(self, text: str, chunk_tokens: int) -> list[str]:
         """The text of chunks of at most so many tokens each (a token of text at least), in order."""
@@ -100,8 +141,9 @@ class Chunker:
         ]
 
 
-def damaged(record: ChunkRecord) -> str:
-    return f"the catalog's token ids or namespace of chunk {record.chunk_id} are damaged"
+def damaged(chunk_id: str) -> str:
+    """In words, with what to do: adding its text puts right what the catalog holds under its id."""
+    return f"the catalog's token ids or namespace of chunk {chunk_id} are damaged: add the chunk's text again"
 
 
 class _Counter:

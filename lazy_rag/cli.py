@@ -122,15 +122,21 @@ def verify(
         bool, typer.Option("--repair", help="Set bad records aside, drop what no document holds, rebuild the index.")
     ] = False,
 ) -> None:
-    """Read everything and say what is wrong; exit code 1 when something is."""
+    """Read everything and say what is wrong; exit code 1 when something is, or is left after --repair."""
     from lazy_rag import maintenance
 
     with _reported():
         problems = maintenance.verify(folder, repair=repair)
+        left = maintenance.verify(folder) if repair and problems else problems
     for problem in problems:
         print(problem)
-    _note(f"{len(problems)} problems{' repaired' if repair and problems else ''}" if problems else "the store is sound")
-    if problems and not repair:
+    if repair and problems:
+        _note(f"{len(problems)} problems; after the repair there are {len(left)}" + ":" * bool(left))
+        for problem in left:
+            _note(problem)
+    else:
+        _note(f"{len(problems)} problems" if problems else "the store is sound")
+    if left:
         raise typer.Exit(1)
 
 

@@ -60,6 +60,7 @@ class KeySpace:
     """
 
     def __init__(self, fields: Mapping[str, str]) -> None:
+        self.fields = dict(fields)
         base = FieldHash().add("schema", str(SCHEMA_VERSION))
         for tag in sorted(fields):
             base.add(tag, fields[tag])

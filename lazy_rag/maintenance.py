@@ -1,7 +1,8 @@
 """Looking after a store without loading a model: `lazy-rag store verify | stats | gc DIR`.
 
-All three may run while runtimes have the store open. What only the model can tell, whether a record is what the model
-would compute, is not asked; everything that reading a record compares is.
+All three may run while runtimes have the store open. What only the model or its tokenizer can tell, whether a record is
+what the model would compute and a text what its tokens say, is not asked (`Runtime.check_store` asks the tokenizer);
+everything that reading a record compares is, and the ids of chunks against their tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from pathlib import Path
 
 from lazy_rag.arguments import checked_keywords
 from lazy_rag.catalog import CATALOG_FILE, require_catalog
+from lazy_rag.chunking import damaged
 from lazy_rag.errors import ConfigError, StoreError
-from lazy_rag.keys import ChunkId
+from lazy_rag.keys import ChunkId, KeySpace
 from lazy_rag.quarantine import KV, PLACES, QUARANTINE, UNIQUE, clear_places, misplaced, require_in_place, set_aside
 from lazy_rag.records import Found, KVRecords, remove
 from lazy_rag.retriever import INDEX_FILE, Retriever
@@ -111,7 +113,9 @@ def verify(folder: str | Path, *, repair: bool = False) -> list[str]:
         wrong = {path.name for path in misplaced(store.folder)}
         problems += store.retriever.check(repair=repair)
         found = Found() if KV in wrong else store.records.look()
-        problems += _records_problems(store, found.records, repair=repair)
+        untrue = _untrue(store)
+        problems += untrue.values()
+        problems += _records_problems(store, found.records, untrue, repair=repair)
         unheld = store.unheld(found.records)
         problems += [f"a record is there for chunk {chunk_id}, which no document holds" for chunk_id in unheld]
         problems += [f"{str(path)!r} is no record in its place" for path in found.strays] + found.unlisted
@@ -135,14 +139,29 @@ def _failures(steps: Iterable[Callable[[], object]]) -> list[StoreError]:
     return failures
 
 
-def _records_problems(store: _Store, ids: Sequence[ChunkId], *, repair: bool) -> list[str]:
-    """Of every record that can be read, by its bytes."""
+def _untrue(store: _Store) -> dict[str, str]:
+    """Chunks that the catalog does not tell as their ids do, in words; none where nothing tells how ids are made."""
+    if store.manifest.key_fields is None:
+        return {}
+    keys = KeySpace(store.manifest.key_fields)
+    if keys.id != store.manifest.key_space:
+        where = str(store.folder / "store.json")
+        return {
+            "": f"{where!r} is damaged: its key_fields do not give its key_space. Opening the store writes it again"
+        }
+    told = store.retriever.records(store.retriever.chunk_ids()).values()
+    return {r.chunk_id: damaged(r.chunk_id) for r in told if keys.chunk_id(r.namespace, r.token_ids) != r.chunk_id}
+
+
+def _records_problems(store: _Store, ids: Sequence[ChunkId], untrue: Collection[str], *, repair: bool) -> list[str]:
+    """Of every record that can be read, by its bytes, and by what the catalog says where it is not damaged."""
     problems = []
     known = store.retriever.records(ids)
     for chunk_id in ids:
         record = known.get(chunk_id)
         try:
-            problem = store.records.problem(chunk_id, None if record is None else record.token_ids)
+            told = None if record is None or chunk_id in untrue else record.token_ids
+            problem = store.records.problem(chunk_id, told)
         except StoreError as error:  # it may be sound: it is left where it is
             problems.append(str(error))
             continue

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lazy_rag.building import Parts, Settings
 from lazy_rag.catalog import CATALOG_FILE, require_catalog, stored_state
-from lazy_rag.chunking import damaged
 from lazy_rag.errors import StoreError
 from lazy_rag.keys import ChunkId
 from lazy_rag.layout import Chunk
@@ -130,6 +129,7 @@ def make_manifest(
     texts = {name: None if value is None else str(value) for name, value in {**given, **options}.items()}
     return Manifest(
         key_space=parts.keys.id,
+        key_fields=parts.keys.fields,
         model=None if "model" in needed else texts["model"],
         prefix_id=None if parts.prefix is None else parts.prefix.id,
         options={
@@ -237,9 +237,12 @@ def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str
     problems = [] if folder is None else list(misplaced(folder).values())
     problems += clear_places(folder) if repair and folder is not None else []
     problems += [problem for problem in retriever.check(repair=repair) if problem not in problems]
-    told = retriever.records(retriever.chunk_ids()).values()
-    wrong = {ChunkId(r.chunk_id): damaged(r) for r in told if not parts.chunker.sound(r)}
-    problems += [f"{words}: delete it and add its text again" for words in wrong.values()]
+    told = list(retriever.records(retriever.chunk_ids()).values())
+    wrong = {ChunkId(r.chunk_id): words for r in told if (words := parts.chunker.problem(r)) is not None}
+    problems += wrong.values()
+    mended = [again for r in told if r.chunk_id in wrong and (again := parts.chunker.mended(r)) is not None]
+    if repair and mended:
+        retriever.mend(mended)
     records = parts.records
     if records is None:
         return problems

@@ -4,6 +4,7 @@ page is taken.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from lazy_rag.sampling import SamplingParams
 from lazy_rag.soundness import require_sound
 from lazy_rag.tools import ToolUse
 
+_log = logging.getLogger(__name__)
 Piece = str | ChunkRange | Live
 ChatMessages = str | Sequence[Message | dict[str, Any]]
 
@@ -224,8 +226,11 @@ class Preparer:
             # deleted meanwhile, say: the text is live then
             if record is None or record.namespace != namespace or record.text != text[start:stop]:
                 continue
-            chunk = self._parts.chunker.chunk(record, as_of)
-            found.append((start, stop, chunk, self._parts.chunker.text_tokens(record)))
+            count = self._parts.chunker.text_tokens(record)
+            if count is None:
+                _log.warning("a text stays live: %s", self._parts.chunker.problem(record))
+                continue
+            found.append((start, stop, self._parts.chunker.chunk(record, as_of), count))
             sources.append(Source(ChunkId(chunk_id), record.text))
         return found
 

@@ -193,7 +193,7 @@ class KVRecords:
             if token_ids is not None and tuple(tokens.tolist()) != token_ids:
                 raise StoreError(
                     f"the catalog and the record of chunk {chunk_id} hold different token ids; the record's checksum "
-                    "is sound, so the catalog is damaged: delete the chunk and add its text again"
+                    "is sound, so the catalog is damaged: add the chunk's text again"
                 )
         except (FileNotFoundError, NotADirectoryError):
             return None

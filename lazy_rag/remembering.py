@@ -69,7 +69,9 @@ class Remembered:
 
     def _known(self, text: str, namespace: str) -> ChunkRecord | None:
         known = self._retriever.anchors.id_of(text, namespace) if isinstance(text, str) else None
-        return None if known is None else self.records([known]).get(known)
+        record = None if known is None else self.records([known]).get(known)
+        # a damaged catalog may tell this text of another chunk
+        return None if record is None or self._chunker.text_tokens(record) is None else record
 
     def _id(self, text: str, namespace: str, dropped: list[ChunkRecord]) -> str:
         known = self._known(text, namespace)

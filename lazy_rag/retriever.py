@@ -201,15 +201,17 @@ class Retriever:
         directory: Path | None = None,
         key_space: str = "",
         device: torch.device | None = None,
+        sound: Callable[[ChunkRecord], bool] = lambda _: True,
     ) -> None:
         """`directory`: a folder that is opened, or created with mode 0700; None keeps everything in memory. With
         `embedder=None` everything but searching for a text works; chunks are embedded when the folder is next opened
         with an embedder. `key_space`: what the chunk ids were made from; a folder of another one is refused.
-        `device`: search on this GPU; None and the CPU: by FAISS.
+        `device`: search on this GPU; None and the CPU: by FAISS. `sound`: see `Catalog`.
 
         Raises StoreError for a folder that cannot be used, RetrieverError when it was built with another embedder."""
         self._embedder = embedder
         self._key_space = key_space
+        self._sound = sound
         self._device = None if device is None or device.type == "cpu" else device
         self._directory = None if directory is None else Path(directory)
         self._index: VectorIndex | None = None
@@ -343,6 +345,16 @@ class Retriever:
         """Records of those ids that exist."""
         wanted = _checked_ids(chunk_ids)
         return self._call(lambda: self._catalog.known(wanted))
+
+    def mend(self, records: Sequence[ChunkRecord]) -> None:
+        """Write records again in place of damaged ones with their ids. Raises StoreError."""
+
+        def write() -> None:
+            self._catalog.mend(records)
+            for record in records:
+                self.anchors.add(record.chunk_id, record.text, record.namespace)
+
+        self._call(write)
 
     def unheld(self, chunk_ids: Sequence[str], then: Callable[[list[str]], None]) -> None:
         """Call `then`, in the owner thread, with those ids that no document holds: none is added before it returns."""
@@ -489,13 +501,14 @@ class Retriever:
     def _open(self) -> Catalog:
         if self._directory is not None:
             _make_folder(self._directory)
-        catalog = Catalog(None if self._directory is None else self._directory / CATALOG_FILE)
+        catalog = Catalog(None if self._directory is None else self._directory / CATALOG_FILE, self._sound)
         try:
             catalog.bind(self._key_space)
             if self._embedder is not None:
                 catalog.claim(self._embedder.name, self._embedder.dimension)
             for chunk_id, text, namespace in catalog.texts():
-                self.anchors.add(chunk_id, text, namespace)
+                if text.strip():  # else it is damaged
+                    self.anchors.add(chunk_id, text, namespace)
         except BaseException:
             catalog.close()
             raise
@@ -541,8 +554,8 @@ class Retriever:
         return index
 
     def _replace(self, writes: Sequence[DocumentWrite], vectors: Mapping[str, Vectors]) -> Change:
-        change = self._apply(self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None))
-        added = set(change.added)
+        written = self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None)
+        change, added = self._apply(written), {*written.change.added, *written.mended}
         for chunk in (chunk for write in writes for chunk in write.chunks):
             if chunk.chunk_id in added:
                 self.anchors.add(chunk.chunk_id, chunk.text, chunk.namespace)

@@ -205,7 +205,8 @@ class Runtime:
             if self._store is not None:
                 self._store.require(self._parts.keys.id)
             self.embeddings = None if embedder is None else Embedder.load(embedder, str(settings.device))
-            self._retriever = Retriever(self.embeddings, folder, self._parts.keys.id, settings.device)
+            problem, keys = self._parts.chunker.problem, self._parts.keys
+            self._retriever = Retriever(self.embeddings, folder, keys.id, settings.device, lambda r: problem(r) is None)
             undo.callback(self._retriever.close)
             undo.callback(self._engine.close)  # again: before what its last writes ask
             if self._parts.records is not None:
@@ -711,7 +712,9 @@ class Runtime:
     def check_store(self, *, repair: bool = False) -> list[str]:
         """Verify index, metadata and every KV record; what is wrong, in words. Bad records are set aside at once.
 
-        With `repair`, records no document refers to are deleted and missing vectors are made again.
+        With `repair`, records no document refers to are deleted, missing vectors are made again, damaged token ids are
+        made again from their text where that still gives their chunk's id, and what does not belong into the store is
+        set aside. Any other chunk that the catalog no longer tells rightly is healed by adding its text again.
         """
         self._require_open()
         return check_store(self._parts, self._retriever, repair=repair)

@@ -33,7 +33,8 @@ TEMPORARY = ".tmp-"  # how names of files being written begin
 class Manifest:
     """store.json. `key_space` names everything KV depends on (`KeySpace.id`); `options` rebuild the runtime.
 
-    `prefix_id`: the encode prefix's chunk, which no document holds.
+    `prefix_id`: the encode prefix's chunk, which no document holds. `key_fields`: what the key space was made from, so
+    that chunk ids can be compared without a model; None in a store from before it was kept.
     """
 
     key_space: str
@@ -41,6 +42,7 @@ class Manifest:
     options: dict[str, str | int | None]
     prefix_id: str | None = None
     schema: int = SCHEMA_VERSION
+    key_fields: dict[str, str] | None = None
 
 
 def _always() -> AbstractContextManager[bool]:
@@ -140,6 +142,9 @@ def _check_types(manifest: Manifest) -> None:
         raise TypeError("key_space or options have a wrong type")
     if not isinstance(manifest.schema, int):
         raise TypeError("schema has a wrong type")
+    fields = manifest.key_fields
+    if fields is not None and not (isinstance(fields, dict) and all(isinstance(v, str) for v in fields.values())):
+        raise TypeError("key_fields have a wrong type")
     for name, value in {"model": manifest.model, "prefix_id": manifest.prefix_id, **manifest.options}.items():
         if not isinstance(value, str | int | None):
             raise TypeError(f"{name} has a wrong type")

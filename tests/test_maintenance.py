@@ -8,13 +8,15 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from lazy_rag import Runtime, SamplingParams, maintenance
-from lazy_rag.errors import ConfigError, StoreError
+from lazy_rag.errors import ConfigError, StoreError, UnknownChunkError
 from lazy_rag.records import KVRecords
 from lazy_rag.retriever import Retriever
 from lazy_rag.store import change_warm, read_manifest, read_warm
@@ -508,37 +510,198 @@ def test_a_folder_in_place_of_the_index_is_set_aside(store: Path, made: tuple[Pa
         assert rt.generate("Q", ids[:-1], sampling=SHORT).token_ids == made[1]
 
 
-# a catalog that does not tell the tokens rightly
+# a catalog that does not tell tokens, texts or namespaces rightly
+
+
+def changed(store: Path, column: str, value: Any) -> str:
+    """Changes a column of the first chunk, in a function of its value or in SQL; returns the chunk's id."""
+    with sqlite3.connect(store / "catalog.sqlite") as database:
+        sql = f"SELECT chunk_id, {column} FROM chunks ORDER BY vector_id LIMIT 1"
+        ((chunk_id, old),) = database.execute(sql)
+        if callable(value):
+            database.execute(f"UPDATE chunks SET {column} = ? WHERE chunk_id = ?", (value(old), chunk_id))
+        else:
+            database.execute(f"UPDATE chunks SET {column} = {value} WHERE chunk_id = ?", (chunk_id,))
+    database.close()
+    return str(chunk_id)
 
 
 def other_tokens(blob: bytes) -> bytes:
     return bytes([blob[0] ^ 1]) + blob[1:]
 
 
-@pytest.mark.parametrize("change", [other_tokens, lambda blob: blob[:-1], lambda _: b"", lambda _: "text"])
-def test_damaged_token_ids_are_told_and_never_served(store: Path, change: Callable[[bytes], Any]) -> None:
-    """The record is sound and stays; the runtime opens, refuses the chunk, and takes it again after a deletion."""
-    with sqlite3.connect(store / "catalog.sqlite") as database:
-        ((chunk_id, blob),) = database.execute("SELECT chunk_id, token_ids FROM chunks ORDER BY vector_id LIMIT 1")
-        database.execute("UPDATE chunks SET token_ids = ? WHERE chunk_id = ?", (change(blob), chunk_id))
-    database.close()
+def expected_tokens() -> tuple[int, ...]:
+    with make_runtime() as fresh:
+        return fresh.generate("Q", fresh.add_chunks(TEXTS), sampling=SHORT).token_ids
+
+
+TOKENS = {"a bit": other_tokens, "cut": lambda blob: blob[:-1], "nothing": lambda _: b"", "text": lambda _: "text"}
+WRONG_TEXTS = {
+    "a word": lambda text: text.replace("foxes", "boxes"),
+    "a figure": lambda text: text.replace("0", "8"),
+    "cut": lambda text: text[:-3],
+    "its last sign": lambda text: text[:-1],
+    "more": lambda text: text + " Not.",
+    "nothing": lambda _: "",
+    "spaces": lambda _: "  ",
+    "bytes": lambda text: text.encode(),
+    "no UTF-8": "CAST(x'ff41fe' AS TEXT)",
+}
+
+
+@pytest.mark.parametrize("records_too", [True, False])
+@pytest.mark.parametrize("change", TOKENS)
+def test_damaged_token_ids_are_told_and_never_served(store: Path, change: str, records_too: bool) -> None:
+    """With the chunk's KV record and without; the record is sound and stays. Adding the text again heals."""
+    chunk_id = changed(store, "token_ids", TOKENS[change])
+    if not records_too:
+        shutil.rmtree(store / "kv")
     for repair in (True, False):
         (problem,) = maintenance.verify(store, repair=repair)
-        assert chunk_id in problem and "the catalog is damaged: delete the chunk and add its text again" in problem
+        assert chunk_id in problem and "damaged: add the chunk's text again" in problem
     assert maintenance.stats(store).quarantined == 0
     with make_runtime(store=store) as rt:
-        assert [chunk_id in problem and "damaged" in problem for problem in rt.check_store(repair=True)] == [True]
+        assert [chunk_id in problem and "damaged" in problem for problem in rt.check_store()] == [True]
         for call in (lambda: rt.generate("Q", [chunk_id], sampling=SHORT), lambda: rt.query("foxes", 3)):
-            with pytest.raises(StoreError, match="damaged: delete it and add its text again"):
+            with pytest.raises(StoreError, match="damaged: add the chunk's text again"):
                 call()
-        rt.delete([chunk_id])
         assert rt.add_chunks(TEXTS[:1]) == [chunk_id]
         assert rt.check_store() == []
-        with make_runtime() as fresh:
-            expected = fresh.generate("Q", fresh.add_chunks(TEXTS), sampling=SHORT).token_ids
-        ids = rt.add_chunks(TEXTS)
-        assert rt.generate("Q", ids, sampling=SHORT).token_ids == expected
+        answer = rt.generate("Q", rt.add_chunks(TEXTS), sampling=SHORT)
+        assert answer.token_ids == expected_tokens()
+        assert answer.receipt.chunks[1].tier == ("disk" if records_too else "encoded"), "nobody blames the record"
     assert maintenance.verify(store) == []
+
+
+def test_damaged_token_ids_in_a_store_that_does_not_tell_how_ids_are_made(store: Path) -> None:
+    """One from before `key_fields`: the records tell, where there are some; it is completed when it is opened."""
+    fields = json.loads((store / "store.json").read_text())
+    del fields["key_fields"]
+    (store / "store.json").write_text(json.dumps(fields))
+    assert maintenance.verify(store) == []
+    chunk_id = changed(store, "token_ids", other_tokens)
+    (problem,) = maintenance.verify(store, repair=True)
+    assert chunk_id in problem and "the catalog is damaged: add the chunk's text again" in problem
+    make_runtime(store=store).close()
+    (problem,) = maintenance.verify(store)
+    assert chunk_id in problem and json.loads((store / "store.json").read_text())["key_fields"]["weights"]
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, ["a"], "text", 5])
+def test_fields_of_keys_that_are_none(store: Path, value: Any) -> None:
+    fields = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps({**fields, "key_fields": value}))
+    with pytest.raises(StoreError, match="key_fields"):
+        maintenance.verify(store)
+
+
+def test_fields_of_keys_that_give_others_are_told(store: Path) -> None:
+    fields = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps({**fields, "key_fields": {**fields["key_fields"], "rope": "other"}}))
+    (problem,) = maintenance.verify(store)
+    assert "store.json" in problem and "key_fields" in problem
+    make_runtime(store=store).close()
+    assert maintenance.verify(store) == []
+
+
+@pytest.mark.parametrize("change", ["a bit", "nothing"])
+def test_a_sound_text_gives_its_token_ids_back(store: Path, change: str) -> None:
+    chunk_id = changed(store, "token_ids", TOKENS[change])
+    with make_runtime(store=store) as rt:
+        assert [chunk_id in problem for problem in rt.check_store(repair=True)] == [True]
+        assert rt.check_store() == []
+        ids = rt._retriever.chunk_ids("")
+        assert rt.generate("Q", ids, sampling=SHORT).token_ids == expected_tokens()
+        assert {hit.chunk_id for hit in rt.retrieve("foxes", 3)} == set(ids)
+
+
+@pytest.mark.parametrize("again", ["add_chunks", "add_documents"])
+@pytest.mark.parametrize("change", WRONG_TEXTS)
+def test_a_damaged_text_is_told_and_served_for_no_other(store: Path, change: str, again: str) -> None:
+    """Its tokens are sound, and so is its KV; but the text stands for other tokens now."""
+    chunk_id = changed(store, "text", WRONG_TEXTS[change])
+    with make_runtime(store=store) as rt:
+        for repair in (False, True):
+            (problem,) = rt.check_store(repair=repair)
+            assert chunk_id in problem and "the catalog's text" in problem and "add the chunk's text again" in problem
+        told = rt._retriever.chunk(chunk_id).text
+        message = [{"role": "user", "content": f"{told} ?"}]
+        answer = rt.chat(message, anchor=True, sampling=SHORT)
+        assert chunk_id not in [use.chunk_id for use in answer.receipt.chunks]
+        with make_runtime() as fresh:
+            assert answer.token_ids == fresh.chat(message, sampling=SHORT).token_ids
+        if told.strip():
+            assert rt.remember([told]) != [chunk_id]
+        assert rt.generate("Q", rt._retriever.chunk_ids(""), sampling=SHORT).token_ids == expected_tokens()
+        getattr(rt, again)(TEXTS[:1])
+        assert rt.check_store() == []
+        assert rt._retriever.chunk(chunk_id).text == TEXTS[0]
+        found = rt.chat([{"role": "user", "content": f"{TEXTS[0]} ?"}], anchor=True, sampling=SHORT)
+        assert chunk_id in [use.chunk_id for use in found.receipt.chunks]
+        assert chunk_id not in [a.chunk_id for a in rt._retriever.anchors.find(told, "") if a.stop == len(told)]
+    assert maintenance.verify(store) == []
+
+
+@pytest.mark.parametrize("value", [lambda _: "tenant", lambda _: b"\xff", "CAST(x'ff' AS TEXT)"])
+def test_a_damaged_namespace_is_told_and_healed(store: Path, value: Any) -> None:
+    chunk_id = changed(store, "namespace", value)
+    (problem,) = maintenance.verify(store)
+    assert chunk_id in problem and "namespace" in problem
+    with make_runtime(store=store) as rt:
+        assert rt.check_store() == [problem]
+        with pytest.raises((StoreError, UnknownChunkError)):
+            rt.generate("Q", [chunk_id], sampling=SHORT)
+        assert rt.add_chunks(TEXTS[:1]) == [chunk_id]
+        assert rt.check_store() == []
+        assert rt.generate("Q", rt.add_chunks(TEXTS), sampling=SHORT).token_ids == expected_tokens()
+    assert maintenance.verify(store) == []
+
+
+def test_texts_that_a_tokenizer_takes_for_one_are_no_damage(store: Path) -> None:
+    """The first text stays; and chunks that were made with another separator are no damage either."""
+    with make_runtime(store=store) as rt:
+        ids = rt.add_chunks(["Two  words."], ids=["one"])
+    for separator in ("\n", "", " | ", "\n\n\n", "---\n\n"):
+        with make_runtime(store=store, separator=separator) as rt:
+            rt.add_chunks([*TEXTS, "More."])
+            assert rt.check_store() == [], separator
+            assert rt.add_chunks(["Two  words."], ids=["other"]) != ids
+    assert maintenance.verify(store) == []
+
+
+@pytest.mark.parametrize("value", ["{", "[1]", "5", "null", "", b"\xff"])
+def test_damaged_metadata_are_told_and_healed(store: Path, value: Any) -> None:
+    with make_runtime(store=store) as rt:
+        rt.add_chunks(["With metadata."], ids=["doc"], metadata={"a": 1})
+    with sqlite3.connect(store / "catalog.sqlite") as database:
+        database.execute("UPDATE rows SET metadata = ? WHERE row_id = (SELECT MAX(row_id) FROM rows)", (value,))
+    database.close()
+    (problem,) = maintenance.verify(store)
+    assert "'doc'" in problem and "metadata" in problem and "add it again" in problem
+    with make_runtime(store=store) as rt:
+        assert rt.check_store() == [problem]
+        for call in (lambda: rt.find(), lambda: rt.retrieve("metadata", 1), lambda: rt.find(filter={"a": 1})):
+            with suppress(StoreError):
+                assert call() == []
+        rt.add_chunks(["With metadata."], ids=["doc"], metadata={"a": 1})
+        assert [source.document_id for source in rt.find(filter={"a": 1})] == ["doc"]
+    assert maintenance.verify(store) == []
+
+
+def test_the_command_line_says_what_a_repair_has_left(store: Path) -> None:
+    from lazy_rag.cli import app
+
+    (store / "kv" / "notes.txt").write_text("mine")
+    (store / "warm.json").write_text("[1")
+    run = CliRunner().invoke(app, ["store", "verify", "--repair", str(store)])
+    assert run.exit_code == 1 and "notes.txt" in run.output
+    assert "2 problems; after the repair there are 1:" in run.output
+    (store / "warm.json").unlink()
+    run = CliRunner().invoke(app, ["store", "verify", "--repair", str(store)])
+    assert run.exit_code == 0 and "the store is sound" in run.output
+    (store / "kv" / "notes.txt").write_text("mine")
+    run = CliRunner().invoke(app, ["store", "verify", "--repair", str(store)])
+    assert run.exit_code == 0 and "1 problems; after the repair there are 0" in run.output
 
 
 # arguments
