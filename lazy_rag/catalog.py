@@ -13,7 +13,7 @@ import math
 import secrets
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -528,14 +528,17 @@ class Catalog:
             self._db.execute("DELETE FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM rows)")
             self._touch()
 
-    def delete(self, ids: Sequence[str], namespace: str, *, missing_ok: bool = False) -> Written:
+    def delete(
+        self, ids: Sequence[str], namespace: str, *, missing_ok: bool = False, elsewhere: Collection[str] = ()
+    ) -> Written:
         """Delete documents, and every occurrence of chunks, by id. A document that loses its last chunk goes too.
-        Raises UnknownChunkError, with nothing deleted, when an id is neither in the namespace, unless `missing_ok`."""
+        Raises UnknownChunkError, with nothing deleted, when an id is neither in the namespace nor known `elsewhere`,
+        unless `missing_ok`."""
         with self._transaction():
             before = self.state
             documents = self._ids_of("SELECT document_id, document_key FROM documents", "document_id", ids, namespace)
             chunks = self._ids_of("SELECT chunk_id, vector_id FROM chunks", "chunk_id", ids, namespace)
-            unknown = [item for item in ids if item not in documents and item not in chunks]
+            unknown = [item for item in ids if not (item in documents or item in chunks or item in elsewhere)]
             if unknown and not missing_ok:
                 raise UnknownChunkError(
                     f"no document or chunk {', '.join(map(repr, unknown[:5]))}{' …' if len(unknown) > 5 else ''} "

@@ -110,6 +110,12 @@ class Remembered:
         rest = [i for i in chunk_ids if i not in found]
         return {**found, **(self._retriever.records(rest) if rest else {})}
 
+    def own(self, ids: Iterable[str], namespace: str) -> list[str]:
+        """Those of the ids that are remembered in a namespace."""
+        with self._lock:
+            records = [self._records[chunk_id] for chunk_id in ids if chunk_id in self._records]
+        return [record.chunk_id for record in records if record.namespace == namespace]
+
     def held(self, chunk_ids: Sequence[str]) -> set[str]:
         """Those of the ids that are remembered or in the catalog; that they were asked for does not count as use."""
         with self._lock:
@@ -125,7 +131,7 @@ class Remembered:
         return found[chunk_id] if found else self._retriever.chunk(chunk_id)
 
     def forget(self, chunk_ids: Iterable[str]) -> None:
-        """Deleted chunks are deleted in every form."""
+        """What is deleted is deleted in every form: a text that was remembered and added too must not come back."""
         with self._lock:
             gone = [self._records.pop(chunk_id) for chunk_id in chunk_ids if chunk_id in self._records]
         self._drop_anchors(gone)

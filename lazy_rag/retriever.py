@@ -12,7 +12,7 @@ import os
 import secrets
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -281,13 +281,15 @@ class Retriever:
             given = {chunk.chunk_id: row for chunk, row in zip(chunks, matrix, strict=True)}
         return self._write(writes, given, progress)
 
-    def delete(self, ids: Sequence[str], *, namespace: str, missing_ok: bool = False) -> Change:
+    def delete(
+        self, ids: Sequence[str], *, namespace: str, missing_ok: bool = False, elsewhere: Collection[str] = ()
+    ) -> Change:
         """Delete documents by id and chunks by id (all their occurrences) from one namespace. A document that loses its
         last chunk goes too. Raises UnknownChunkError, with nothing deleted, when one id is unknown there; `missing_ok`
-        passes over those."""
+        passes over those, and the ids known `elsewhere` are no error either."""
         wanted = list(dict.fromkeys(_checked_ids([ids] if isinstance(ids, str) else ids)))
         check_namespace(namespace)
-        return self._call(lambda: self._delete(wanted, namespace, missing_ok))
+        return self._call(lambda: self._delete(wanted, namespace, missing_ok, elsewhere))
 
     # Reading
 
@@ -563,8 +565,8 @@ class Retriever:
             self.anchors.remove(change.removed, namespace)
         return change
 
-    def _delete(self, ids: Sequence[str], namespace: str, missing_ok: bool) -> Change:
-        change = self._apply(self._catalog.delete(ids, namespace, missing_ok=missing_ok))
+    def _delete(self, ids: Sequence[str], namespace: str, missing_ok: bool, elsewhere: Collection[str]) -> Change:
+        change = self._apply(self._catalog.delete(ids, namespace, missing_ok=missing_ok, elsewhere=elsewhere))
         self.anchors.remove(change.removed, namespace)
         return change
 

@@ -304,7 +304,8 @@ class Runtime:
     @checked_keywords()
     def remember(self, texts: Sequence[str], *, encode: str = "on_use", namespace: str | None = None) -> list[ChunkId]:
         """The ids of chunks with these texts, for texts that another index holds: their KV is cached and found in
-        prompts, but they are not embedded, searched or kept in a store. At most 20 000; the least recently used go.
+        prompts, but they are not embedded, searched or kept in a store. At most 20 000; the least recently used go, and
+        those that are deleted (see `delete`).
         """
         self._require_open()
         _known_encode(encode)
@@ -573,7 +574,8 @@ class Runtime:
 
     @checked_keywords()
     def delete(self, ids: Sequence[str], *, missing_ok: bool = False, namespace: str | None = None) -> None:
-        """Delete documents or chunks by id: vector, text and KV, in memory and on disk.
+        """Delete documents or chunks by id: vector, text and KV, in memory and on disk. Remembered texts are forgotten,
+        also when a document that held the same text is deleted or replaced.
 
         Raises UnknownChunkError, with nothing deleted, for an id that is not there; `missing_ok` passes over those, and
         drops what this runtime has in memory of chunks that another one deleted, pinned or not.
@@ -583,8 +585,10 @@ class Runtime:
         if not all(isinstance(i, str) for i in gone):
             raise UnknownChunkError("document and chunk ids are strings")
         space = self._preparer.space(namespace)
-        removed = self._retriever.delete(gone, namespace=space, missing_ok=missing_ok).removed
-        self._forget([*removed, *(self._in_memory(gone, namespace) if missing_ok else ())])
+        remembered = self._preparer.remembered.own(gone, space)
+        removed = self._retriever.delete(gone, namespace=space, missing_ok=missing_ok, elsewhere=remembered).removed
+        here = self._in_memory(gone, namespace) if missing_ok else ()
+        self._forget(list(dict.fromkeys([*removed, *remembered, *here])))
 
     def _forget(self, chunk_ids: Sequence[str]) -> None:
         self._preparer.remembered.forget(chunk_ids)

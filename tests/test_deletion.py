@@ -183,3 +183,87 @@ def test_a_chunk_is_not_held_longer_than_its_last_document(tmp_path: Path) -> No
         assert cached(rt) == {ids[0]}
         rt.delete([ids[0]])
         assert cached(rt) == set()
+
+
+BRIDGE = "The bridge is 2.7 km long."
+
+
+def known(rt: Runtime, chunk_id: str, text: str, **options: Any) -> bool:
+    """Is a chunk found by its id, and by its text in a prompt? Never by only one of them."""
+    try:
+        rt.chunk(chunk_id, **options)
+        by_id = True
+    except UnknownChunkError:
+        by_id = False
+    answer = rt.chat([{"role": "user", "content": f"{text} ?"}], anchor=True, sampling=SHORT, **options)
+    assert by_id == (chunk_id in [use.chunk_id for use in answer.receipt.chunks])
+    return by_id
+
+
+@pytest.mark.parametrize("missing_ok", [False, True])
+def test_a_remembered_text_is_forgotten_when_it_is_deleted(missing_ok: bool, tmp_path: Path) -> None:
+    for options in ({}, {"store": tmp_path}):
+        with make_runtime(**options) as rt:  # type: ignore[arg-type]
+            tower, bridge = rt.remember([TOWER, BRIDGE], encode="now")
+            rt.pin([tower])
+            assert known(rt, tower, TOWER) and known(rt, bridge, BRIDGE)
+            rt.delete([tower], missing_ok=missing_ok)
+            assert not known(rt, tower, TOWER) and known(rt, bridge, BRIDGE)
+            assert cached(rt) == {bridge}
+            with pytest.raises(UnknownChunkError):
+                rt.delete([tower])
+            assert rt.remember([TOWER]) == [tower]
+            assert kept_for_good(rt, tower)
+            assert rt.check() == []
+
+
+def test_deleting_a_document_forgets_its_texts_in_every_form() -> None:
+    """A text that was remembered, then added: whoever deletes or replaces the document wants it gone."""
+    ways: list[Callable[[Runtime, ChunkId], Any]] = [
+        lambda rt, _: rt.delete(["doc"]),
+        lambda rt, tower: rt.delete([tower]),
+        lambda rt, _: rt.add_chunks([BRIDGE], ids=["doc"]),
+    ]
+    for way in ways:
+        with make_runtime() as rt:
+            (tower,) = rt.remember([TOWER])
+            assert rt.add_chunks([TOWER], ids=["doc"]) == [tower]
+            assert known(rt, tower, TOWER)
+            way(rt, tower)
+            assert not known(rt, tower, TOWER)
+            assert rt.find(ids=[tower]) == []
+
+
+def test_of_several_ids_one_that_is_nowhere_keeps_all() -> None:
+    with make_runtime() as rt:
+        (tower,), (bridge,) = rt.remember([TOWER]), rt.add_chunks([BRIDGE])
+        for nowhere in ("nowhere", rt.prefix.id):  # type: ignore[union-attr]
+            with pytest.raises(UnknownChunkError, match="nothing was deleted"):
+                rt.delete([tower, bridge, nowhere])
+        assert known(rt, tower, TOWER) and known(rt, bridge, BRIDGE)
+        rt.delete([tower, bridge, tower])
+        assert not known(rt, tower, TOWER) and not known(rt, bridge, BRIDGE)
+
+
+def test_a_remembered_text_of_another_namespace_is_nowhere() -> None:
+    with make_runtime() as rt:
+        (tower,) = rt.remember([TOWER], namespace="tenant")
+        with pytest.raises(UnknownChunkError):
+            rt.delete([tower])
+        rt.delete([tower], missing_ok=True)
+        assert known(rt, tower, TOWER, namespace="tenant")
+        rt.delete([tower], namespace="tenant")
+        assert not known(rt, tower, TOWER, namespace="tenant")
+
+
+def test_a_part_of_a_remembered_text_is_forgotten_alone() -> None:
+    """The text is cut again when it is remembered again."""
+    with make_runtime(max_context=128) as rt:
+        text = " ".join(f"Fact number {i} is remembered." for i in range(30))
+        parts = rt.remember_parts(text)
+        assert len(parts) > 2
+        rt.delete(parts[1:2])
+        with pytest.raises(UnknownChunkError):
+            rt.chunk(parts[1])
+        assert [rt.chunk(part).id for part in (parts[0], parts[2])] == [parts[0], parts[2]]
+        assert rt.remember_parts(text) == parts
