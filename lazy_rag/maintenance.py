@@ -21,8 +21,9 @@ from lazy_rag.errors import ConfigError, StoreError
 from lazy_rag.keys import ChunkId, KeySpace
 from lazy_rag.quarantine import KV, PLACES, QUARANTINE, UNIQUE, clear_places, misplaced, require_in_place, set_aside
 from lazy_rag.records import Found, KVRecords, remove
-from lazy_rag.retriever import INDEX_FILE, Retriever
+from lazy_rag.retriever import Retriever
 from lazy_rag.store import WARM_FILE, Manifest, as_path, read_manifest, read_warm
+from lazy_rag.vector_index import INDEX_FILE
 
 
 @dataclass(frozen=True)

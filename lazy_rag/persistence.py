@@ -18,7 +18,7 @@ from lazy_rag.locks import lock_folder, unlock
 from lazy_rag.progress import progress_bar
 from lazy_rag.quarantine import KV, PLACES, QUARANTINE, UNIQUE, clear_places, misplaced, require_in_place
 from lazy_rag.records import KVRecords
-from lazy_rag.retriever import INDEX_FILE, Retriever
+from lazy_rag.retriever import Retriever
 from lazy_rag.store import (
     WARM_FILE,
     Manifest,
@@ -30,6 +30,7 @@ from lazy_rag.store import (
     write_manifest,
     write_warm,
 )
+from lazy_rag.vector_index import INDEX_FILE
 
 _RECORDS = (KV, QUARANTINE)  # folders of a store whose content is looked after, and deleted
 

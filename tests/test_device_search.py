@@ -10,7 +10,8 @@ import torch
 
 from lazy_rag.device_search import DeviceVectors
 from lazy_rag.embedder import Embedder, normalise_rows
-from lazy_rag.retriever import Retriever, VectorIndex
+from lazy_rag.retriever import Retriever
+from lazy_rag.vector_index import VectorIndex
 from tests.fixtures import WordEmbedder
 from tests.test_hardening import record
 

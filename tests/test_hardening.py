@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lazy_rag import ChunkRange, LayoutBuilder, LazyRAGError, Runtime, cli
-from lazy_rag.catalog import ChunkRecord, compile_filter
+from lazy_rag.catalog import ChunkRecord
 from lazy_rag.documents import load_documents
 from lazy_rag.embedder import Embedder
 from lazy_rag.errors import ConfigError, DocumentError, ModelLoadError, RetrieverError, StoreError, UnknownChunkError
+from lazy_rag.filters import compile_filter
 from lazy_rag.keys import ChunkId, KeySpace
 from lazy_rag.layout import Chunk, LiveRun, repair_layout
 from lazy_rag.loading import load_model

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lazy_rag.catalog import decode_metadata, encode_metadata
 from lazy_rag.embedder import Embedder
 from lazy_rag.errors import (
     EmptyCorpusError,
@@ -25,7 +24,9 @@ from lazy_rag.errors import (
     StoreError,
     UnknownChunkError,
 )
-from lazy_rag.retriever import Change, ChunkRecord, Retriever, VectorIndex
+from lazy_rag.filters import decode_metadata, encode_metadata
+from lazy_rag.retriever import Change, ChunkRecord, Retriever
+from lazy_rag.vector_index import VectorIndex
 
 DIMENSION = 16
 

@@ -40,7 +40,7 @@ from pydantic import BaseModel
 
 from lazy_rag import LazyRAGError, Message, Runtime, SamplingParams
 from lazy_rag.errors import CacheFullError, ContextOverflowError, RetrieverError
-from lazy_rag.retriever import VectorIndex
+from lazy_rag.vector_index import VectorIndex
 from tests.fixtures import CHATML, WordEmbedder, make_runtime, pages
 from tests.test_conversation import HERMES, STRICT
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -403,7 +403,7 @@ def test_complaint_27_what_is_searched_on_a_device_is_saved_and_comes_back(tmp_p
 def test_complaint_28_faiss_may_be_imported_before_torch() -> None:
     """The other order is what every other test does."""
     code = (
-        "import faiss\nimport numpy as np\nimport torch\nfrom lazy_rag.retriever import VectorIndex\n"
+        "import faiss\nimport numpy as np\nimport torch\nfrom lazy_rag.vector_index import VectorIndex\n"
         "index = VectorIndex(64)\nvectors = np.eye(64, dtype=np.float32)\n"
         "index.add(np.arange(64), vectors)\nproduct = torch.eye(512) @ torch.ones(512, 512)\n"
         "ids, _ = index.search(vectors[7], 1, np.arange(64))\nassert ids[0] == 7 and product.sum() == 512 * 512\n"
