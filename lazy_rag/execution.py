@@ -227,9 +227,8 @@ class Executor:
         few = projections.FEW_ROWS
         met = set()
         for rows in (*range(1, min(most, max(few, MIN_ROWS)) + 1), min(most, few + 1)):
-            for sequences in sorted(
-                {1, *(max(1, min(n, most // rows)) for n in (-(-full // rows), MOST_DECODING + 1))}
-            ):
+            wanted = (1, -(-full // rows), MOST_DECODING + 1 if limits.specialized else 1)
+            for sequences in sorted({max(1, min(n, most // rows)) for n in wanted}):
                 total = sequences * rows
                 variant = (
                     # heights of row tiles; whether the merge fills the device

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -336,5 +337,7 @@ def _require_checksum(header: dict[str, str], pages: Tensor, tokens: Tensor) -> 
 
 
 def _checksum(pages: Tensor, tokens: Tensor, created: str) -> str:
-    form = f"{checksum(tensor_bytes(pages))} {tuple(pages.shape)} {pages.dtype} {created} "
+    """Against accidents: whoever may write records may write their checksums too. So the pages, hundreds of megabytes,
+    take a fast hash; a cryptographic one would make loading them slower than computing them again."""
+    form = f"{xxhash.xxh3_128_hexdigest(tensor_bytes(pages))} {tuple(pages.shape)} {pages.dtype} {created} "
     return checksum(form.encode() + bytes(tensor_bytes(tokens)))

@@ -6,6 +6,7 @@ Without a GPU the captured work runs eagerly over the same tables, in Triton's i
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -199,8 +200,13 @@ def test_steps_in_which_requests_decode_beside_other_work_have_graphs(monkeypatc
         engine, steps = runtime._engine, []
         warm(runtime, rows=64)
         run = engine.executor.run
+        decoding, arrived = threading.Event(), threading.Event()
 
         def watched(parts: list[Part], asked: list[tuple[Part, int]]) -> execution.Logits:
+            # a GPU would have ended the streams before the other request comes
+            if len(steps) == 2:
+                decoding.set()
+                assert arrived.wait(60)
             before = engine.executor.replays
             logits = run(parts, asked)
             steps.append((sum(part.rows for part in parts), len(parts), engine.executor.replays > before))
@@ -212,9 +218,13 @@ def test_steps_in_which_requests_decode_beside_other_work_have_graphs(monkeypatc
         cold = LayoutBuilder(runtime.prefix, PAGE).segment(chunk).live([7, 8, 9]).build()
         long = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True).resolve(None)
         tickets = [engine.submit(stream, long) for _ in range(2)]
+        assert decoding.wait(60)
+        short = SamplingParams(max_tokens=2, temperature=0).resolve(None)
+        tickets.append(engine.submit(cold, short))
+        arrived.set()
+        answers = [ticket.future.result() for ticket in tickets]
+        assert answers[2].token_ids == engine.submit(cold, short).future.result().token_ids
         assert_exact(runtime, cold)
-        for ticket in tickets:
-            ticket.future.result()
     mixed = [step for step in steps if step[0] > 4]
     assert len(mixed) >= 3 and all(rows <= 8 and replayed for rows, _, replayed in mixed)
 

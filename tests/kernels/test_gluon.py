@@ -235,9 +235,10 @@ FAILURES = {
 }
 
 
+@pytest.mark.parametrize("rows", [1, 30])
 @pytest.mark.parametrize("reason", FAILURES)
 def test_its_tiles_serve_the_portable_kernel(
-    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, poison_empty: None
+    reason: str, rows: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, poison_empty: None
 ) -> None:
     """Layers it does not take run from the same tables: here under the interpreter."""
     if torch.cuda.is_available():
@@ -249,13 +250,13 @@ def test_its_tiles_serve_the_portable_kernel(
     limits = DeviceLimits(16, 227 << 10, specialized=True)
     monkeypatch.setattr(triton_attention, "device_limits", lambda device: limits)
     heads = replace(LAYERS["gqa3"], window=9 if reason == "window" else None, heads=3, kv_heads=1)
-    step = StepSpec([130, 20], [7, 0], [SequenceSpec([Piece(0, 0, 130, 0)], list(range(140, 170)), 30)], 16)
+    step = StepSpec([130, 20], [7, 0], [SequenceSpec([Piece(0, 0, 130, 0)], list(range(140, 170)), rows)], 16)
     case = build(replace(step, page_size=4 if reason == "small pages" else 16), heads, seed=6)
     plan = prepare(replace(case.plan, impl="triton"), case.stored_positions)
     for _ in range(2):
         check(case, segment_attention(case.q, case.pages, plan, **case.arguments())[0], None)
     (schedule,) = plan.state.schedules.values()
-    assert schedule.tile.specialized
+    assert schedule.tile.specialized and schedule.tile.block_m == (16 if rows == 1 else 128)
     # tried once, and said so
     tried = not isinstance(kernel.error, AssertionError)
     assert kernel.tried == len(caplog.records) == tried
