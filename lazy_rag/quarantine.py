@@ -94,5 +94,5 @@ def _wrong(path: Path) -> str | None:
     elif path.name in UNIQUE:
         remedy = "move it away and bring the file back from a copy"
     else:
-        remedy = f"`lazy-rag store verify --repair {path.parent}` sets it aside"
+        remedy = f"`lazy-rag store verify --repair {path.parent}` sets it aside, or move it away"
     return f"{str(path)!r} is {kind} where {wanted} belongs: {remedy}"

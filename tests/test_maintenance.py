@@ -642,6 +642,21 @@ def test_a_damaged_text_is_told_and_served_for_no_other(store: Path, change: str
     assert maintenance.verify(store) == []
 
 
+def test_what_texts_are_compared_with_is_known_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_runtime() as rt:
+        ids = rt.add_chunks(TEXTS)
+        chunker, records = rt._parts.chunker, rt._retriever.records(ids)
+        monkeypatch.setattr("lazy_rag.chunking._TOLD", 2)
+        counted: list[str] = []
+        count = chunker._count
+        monkeypatch.setattr(chunker, "_count", lambda record: counted.append(record.chunk_id) or count(record))  # type: ignore[func-returns-value]
+        own = len(rt._parts.tokens.content(rt.separator))
+        for chunk_id in (ids[0], ids[0], ids[1], ids[0], ids[2], ids[2]):
+            assert chunker.text_tokens(records[chunk_id]) == len(records[chunk_id].token_ids) - own
+            assert len(chunker._text_tokens) <= 2
+        assert counted == list(ids)
+
+
 @pytest.mark.parametrize("value", [lambda _: "tenant", lambda _: b"\xff", "CAST(x'ff' AS TEXT)"])
 def test_a_damaged_namespace_is_told_and_healed(store: Path, value: Any) -> None:
     chunk_id = changed(store, "namespace", value)
