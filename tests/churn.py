@@ -233,6 +233,9 @@ class Churn:
     def sound(self) -> None:
         for number, runtime in enumerate(self.runtimes):
             assert runtime.check() == [], number
+            # after `check`: nobody else writes meanwhile
+            pinned = runtime._engine.call(runtime._engine.residency.pinned).result()[1]
+            assert runtime._preparer.remembered.held(pinned) == set(pinned), "a pin that nobody can use"
             documents = self.documents["alone" if number == 2 else "store"]
             for namespace in NAMESPACES:
                 there = {(namespace, source.document_id): source.text for source in runtime.find(namespace=namespace)}
