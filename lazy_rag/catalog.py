@@ -259,7 +259,12 @@ class Catalog:
             "WHERE chunk_id IN (SELECT value FROM json_each(?))",
             (json.dumps(list(chunk_ids)),),
         )
-        return {row[0]: ChunkRecord(row[0], _text(row[1]), _text(row[2]), _tokens(row[3])) for row in found}
+        return {row[0]: _record(*row) for row in found}
+
+    def told(self) -> list[ChunkRecord]:
+        """Every chunk as it stands there, damaged or not."""
+        found = self._db.execute("SELECT chunk_id, namespace, text, token_ids FROM chunks ORDER BY vector_id")
+        return [_record(*row) for row in found]
 
     def _numbers(self, chunk_ids: Iterable[str]) -> list[tuple[str, int, bool]]:
         return self._db.execute(
@@ -281,12 +286,12 @@ class Catalog:
 
     def chunk_ids(self, namespace: str | None) -> list[str]:
         sql = "SELECT chunk_id FROM chunks WHERE ?1 IS NULL OR namespace = ?1 ORDER BY vector_id"
-        return [row[0] for row in self._db.execute(sql, (namespace,))]
+        return [_text(row[0]) for row in self._db.execute(sql, (namespace,))]
 
     def texts(self) -> Iterator[tuple[str, str, str]]:
         """(chunk id, text, namespace) of every chunk."""
         for chunk_id, text, namespace in self._db.execute("SELECT chunk_id, text, namespace FROM chunks"):
-            yield chunk_id, _text(text), _text(namespace)
+            yield _text(chunk_id), _text(text), _text(namespace)
 
     def documents(self, namespace: str) -> list[str]:
         sql = "SELECT document_id FROM documents WHERE namespace = ? ORDER BY document_key"
@@ -365,7 +370,9 @@ class Catalog:
                 values = decode_metadata(metadata)
             except (ValueError, TypeError, AttributeError) as error:
                 raise StoreError(f"the metadata of document {document_id!r} are damaged: add it again") from error
-            result.append(Hit(chunk_id, _text(text), score, values, document_id, ordinal, _tokens(tokens), siblings))
+            result.append(
+                Hit(_text(chunk_id), _text(text), score, values, document_id, ordinal, _tokens(tokens), siblings)
+            )
         return result
 
     def vectors(self, chunk_ids: Sequence[str]) -> dict[str, NDArray[np.float32]]:
@@ -494,7 +501,7 @@ class Catalog:
             (json.dumps(list(vector_ids)),),
         ).fetchall()
         self._db.executemany("DELETE FROM chunks WHERE vector_id = ?", [(row[0],) for row in found])
-        return dict(found)
+        return {vector_id: _text(chunk_id) for vector_id, chunk_id in found}
 
     def _insert_vectors(
         self, writes: Sequence[DocumentWrite], vectors: Mapping[str, NDArray[np.float32]], need_vectors: bool
@@ -623,6 +630,10 @@ def _decoded(data: bytes) -> str:
 def _text(value: object) -> str:
     """Of a column of text, which holds something else only when it is damaged: then no text that anybody has."""
     return value if isinstance(value, str) else "\ufffd"
+
+
+def _record(chunk_id: object, namespace: object, text: object, token_ids: bytes) -> ChunkRecord:
+    return ChunkRecord(_text(chunk_id), _text(namespace), _text(text), _tokens(token_ids))
 
 
 def _tokens(data: bytes) -> tuple[int, ...]:

@@ -143,7 +143,7 @@ class Chunker:
 
 def damaged(chunk_id: str) -> str:
     """In words, with what to do: adding its text puts right what the catalog holds under its id."""
-    return f"the catalog's token ids or namespace of chunk {chunk_id} are damaged: add the chunk's text again"
+    return f"the catalog's id, token ids or namespace of chunk {chunk_id} are damaged: add the chunk's text again"
 
 
 class _Counter:

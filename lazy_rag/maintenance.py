@@ -150,7 +150,7 @@ def _untrue(store: _Store) -> dict[str, str]:
         return {
             "": f"{where!r} is damaged: its key_fields do not give its key_space. Opening the store writes it again"
         }
-    told = store.retriever.records(store.retriever.chunk_ids()).values()
+    told = store.retriever.told()
     return {r.chunk_id: damaged(r.chunk_id) for r in told if keys.chunk_id(r.namespace, r.token_ids) != r.chunk_id}
 
 
@@ -180,7 +180,7 @@ def stats(folder: str | Path) -> StoreStats:
     with _Store(folder) as store:
         sizes = store.records.sizes()
         set_aside = [_size(path) for path in store.quarantine()]
-        chunks = Counter(record.namespace for record in store.retriever.records(store.retriever.chunk_ids()).values())
+        chunks = Counter(record.namespace for record in store.retriever.told())
         return StoreStats(
             model=store.manifest.model,
             documents={name: len(store.retriever.documents(name)) for name in sorted(chunks)},

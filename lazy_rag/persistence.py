@@ -238,7 +238,7 @@ def check_store(parts: Parts, retriever: Retriever, *, repair: bool) -> list[str
     problems = [] if folder is None else list(misplaced(folder).values())
     problems += clear_places(folder) if repair and folder is not None else []
     problems += [problem for problem in retriever.check(repair=repair) if problem not in problems]
-    told = list(retriever.records(retriever.chunk_ids()).values())
+    told = retriever.told()
     wrong = {ChunkId(r.chunk_id): words for r in told if (words := parts.chunker.problem(r)) is not None}
     problems += wrong.values()
     mended = [again for r in told if r.chunk_id in wrong and (again := parts.chunker.mended(r)) is not None]

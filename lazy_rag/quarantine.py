@@ -56,7 +56,10 @@ def set_aside(path: Path, folder: Path) -> None:
     # not under its own name: that could be a record's
     name = f"stray-{number}-{path.name}"
     try:
-        if _kind(quarantine) not in (None, _FOLDER):  # it is what belongs into one, like anything else
+        kind = _kind(quarantine)
+        if kind == _NOWHERE:
+            raise StoreError(f"{str(path)!r} is left: {_wrong(quarantine)}")
+        if kind not in (None, _FOLDER):  # it is what belongs into one, like anything else
             waiting = folder / f"{QUARANTINE}-{number}"
             os.replace(quarantine, waiting)
             quarantine.mkdir(mode=0o700)

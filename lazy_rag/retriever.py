@@ -202,12 +202,18 @@ class Retriever:
         wanted = _checked_ids(chunk_ids)
         return self._call(lambda: self._catalog.known(wanted))
 
+    def told(self) -> list[ChunkRecord]:
+        """Every chunk as the catalog tells it, also one that cannot be found by its id because that is damaged."""
+        return self._call(lambda: self._catalog.told())
+
     def mend(self, records: Sequence[ChunkRecord]) -> None:
         """Write records again in place of damaged ones with their ids. Raises StoreError."""
 
         def write() -> None:
             self._catalog.mend(records)
-            for record in records:
+            for record in self._catalog.known(
+                record.chunk_id for record in records
+            ).values():  # not if deleted meanwhile
                 self.anchors.add(record.chunk_id, record.text, record.namespace)
 
         self._call(write)

@@ -672,6 +672,37 @@ def test_a_damaged_namespace_is_told_and_healed(store: Path, value: Any) -> None
     assert maintenance.verify(store) == []
 
 
+@pytest.mark.parametrize("value", [lambda _: "0" * 40, lambda _: "", lambda _: b"\xff", "CAST(x'ff' AS TEXT)"])
+@pytest.mark.parametrize("records_too", [True, False])
+def test_a_damaged_id_is_told_and_healed(store: Path, value: Any, records_too: bool) -> None:
+    """The document's id, which is given again, finds it."""
+    if not records_too:
+        shutil.rmtree(store / "kv")
+    true_id = changed(store, "chunk_id", value)
+    problem, *others = maintenance.verify(store)
+    assert "the catalog's id, token ids or namespace" in problem and "add the chunk's text again" in problem
+    assert [f"for chunk {true_id}, which no document holds" in other for other in others] == [True] * records_too
+    with make_runtime(store=store) as rt:
+        assert problem in rt.check_store()
+        with pytest.raises(UnknownChunkError):
+            rt.generate("Q", [true_id], sampling=SHORT)
+        assert rt.add_chunks(TEXTS[:1]) == [true_id]
+        assert rt.check_store() == []
+        assert rt.generate("Q", rt.add_chunks(TEXTS), sampling=SHORT).token_ids == expected_tokens()
+    assert maintenance.verify(store) == []
+
+
+def test_nothing_is_set_aside_into_a_quarantine_on_a_disk_that_is_not_there(store: Path) -> None:
+    spoil_place(store, "quarantine", nowhere)
+    copy_of_a_record_beside_the_folders(store)
+    problems = maintenance.verify(store, repair=True)
+    assert any("is left" in problem and "not mounted" in problem for problem in problems)
+    (store / "not mounted").mkdir()  # as the message says
+    maintenance.verify(store, repair=True)
+    assert maintenance.verify(store) == []
+    assert len(list((store / "not mounted").iterdir())) == 1
+
+
 def test_texts_that_a_tokenizer_takes_for_one_are_no_damage(store: Path) -> None:
     """The first text stays; and chunks that were made with another separator are no damage either."""
     with make_runtime(store=store) as rt:
