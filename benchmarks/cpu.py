@@ -92,7 +92,9 @@ def decode_rates(runtime: Runtime, stock: PreTrainedModel, layout: PromptLayout,
     for _ in range(runs + 1):
         ours.append(runtime.generate(layout, sampling=sampling).receipt.times.decode)
         clock = StepClock()
-        stock.generate(ids, max_new_tokens=NEW_TOKENS + 1, logits_processor=LogitsProcessorList([clock]), **options)
+        stock.generate(  # type: ignore[operator]
+            ids, max_new_tokens=NEW_TOKENS + 1, logits_processor=LogitsProcessorList([clock]), **options
+        )
         theirs.append(clock.times[-1] - clock.times[0])
     return NEW_TOKENS / statistics.median(ours[1:]), NEW_TOKENS / statistics.median(theirs[1:])
 

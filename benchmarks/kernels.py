@@ -1,10 +1,10 @@
 """Times of segment attention on one GPU, one layer of the Llama-3.1-8B shape: `python -m benchmarks.kernels`.
 
-Correctness first: every timed case is compared with float32 over three seeds and no time is printed for a wrong one.
-Each time is one CUDA graph over the layers of a pool (as a step runs, and so that no layer finds its pages in L2),
-replayed in bursts, divided by the layers; the medians are over replays. "rotation" is the time over that of the
-fastest of our kernels without it, in turns. Beside each time: the bytes of K and V over the copy
-rate, or the operations over the matrix rate, both measured in the same run.
+Correctness first: every case is compared with float32 over three seeds and no time is printed for a wrong one (the
+kernels without rotation, timed beside it, are not compared). Each time is one CUDA graph over the layers of a pool (as
+a step runs, and so that no layer finds its pages in L2), replayed in bursts, divided by the layers; the medians are
+over replays. "rotation" is the time over that of the fastest of our kernels without it, in turns. Beside each time: the
+bytes of K and V over the copy rate, or the operations over the matrix rate, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def make_step(shape: Shape, *, layers: int, seed: int = 0, heads: Heads = LLAMA)
     )
 
     pages, page_indptr, seg_indptr, row_indptr = [], [0], [0], [0]
-    lengths, deltas, first_rows, positions = [], [], [], []
+    lengths, deltas, first_rows = [], [], []
+    positions: list[int] = []
     for r in range(shape.requests):
         for j in range(shape.chunks):
             document = (r + j) % shape.chunks if shape.shared else r * shape.chunks + j
@@ -221,7 +222,8 @@ def step_times(step: Step) -> tuple[Times, float]:
     """Of the step, and the median of the fastest of our kernels without the rotation."""
     steps = [(step, True), (step, False)]
     state = step.plan.state
-    if state.limits.specialized:
+    step.run(0)
+    if any(schedule.tile.specialized for schedule in state.schedules.values()):
         limits = state.limits._replace(specialized=False)
         portable = replace(step.plan, state=replace(state, limits=limits, schedules={}))
         steps.append((replace(step, plan=portable), False))
@@ -229,11 +231,11 @@ def step_times(step: Step) -> tuple[Times, float]:
     # several passes over the layers in one graph: the launch of the graph itself is then small beside it
     passes = max(1, 32 // len(layers))
 
-    def body(measured: Step, rotated: bool) -> Callable[[], Any]:
-        return lambda: [measured.run(i, rotated=rotated) for _ in range(passes) for i in layers]
+    def body(of: Step, rotated: bool) -> Callable[[], Any]:
+        return lambda: [of.run(i, rotated=rotated) for _ in range(passes) for i in layers]
 
-    rotated, *plain = graph_times([body(*one) for one in steps], calls=passes * len(layers))
-    return rotated, min(times.median for times in plain)
+    measured, *unrotated = graph_times([body(*one) for one in steps], calls=passes * len(layers))
+    return measured, min(times.median for times in unrotated)
 
 
 def layers_for(shape: Shape) -> int:

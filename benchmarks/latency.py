@@ -30,7 +30,7 @@ import triton
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 from torch import nn
-from transformers import (
+from transformers import (  # type: ignore[attr-defined]
     AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
@@ -249,7 +249,9 @@ def profile(name: str, work: Callable[[], Any], rows: int = 14) -> None:
 def watch(runtime: Runtime) -> tuple[list[float], list[float]]:
     """Seconds of every step from the start of planning until it is launched; and, while the second list is not empty,
     until the device is done."""
-    run, launch, complete = runtime._engine.executor.run, [], []
+    run = runtime._engine.executor.run
+    launch: list[float] = []
+    complete: list[float] = []
 
     def timed(*arguments: Any) -> Any:
         begin = time.perf_counter()
@@ -260,7 +262,7 @@ def watch(runtime: Runtime) -> tuple[list[float], list[float]]:
             complete.append(time.perf_counter() - begin)
         return result
 
-    runtime._engine.executor.run = timed  # type: ignore[method-assign]
+    runtime._engine.executor.run = timed  # type: ignore[method-assign, assignment]
     return launch, complete
 
 

@@ -90,7 +90,7 @@ def main() -> None:
             tokens = sum(len(runtime.chunk(i)) for i in ids)
             runtime.prefetch(ids)
             runtime.save()
-            runtime._engine.cache.rates.worth_loading = lambda _: True  # type: ignore[method-assign]
+            runtime._engine.cache.rates.worth_loading = lambda tier: True  # type: ignore[method-assign]
             size = sum(pages.numel() * pages.itemsize for pages in pages_of(runtime, ids))
             tiers = ["host"] if runtime._engine.residency.tiers.arena is not None else []
             results: dict[str, Any] = {"benchmark": "tiers", "chunks": CHUNKS, "tokens": tokens, "bytes": size}

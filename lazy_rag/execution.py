@@ -218,7 +218,7 @@ class Executor:
     def _variants(self, most: int) -> Iterator[tuple[int, int]]:
         """Numbers of sequences and of rows of each; together at most `most` rows."""
         from lazy_rag_kernels.dense import MIN_ROWS
-        from lazy_rag_kernels.gluon_attention import MOST_DECODING
+        from lazy_rag_kernels.gluon_attention import MOST_SEQUENCES
         from lazy_rag_kernels.triton_schedule import device_limits, tile_shape
 
         limits = device_limits(self._model.device)
@@ -227,11 +227,12 @@ class Executor:
         few = projections.FEW_ROWS
         met = set()
         for rows in (*range(1, min(most, max(few, MIN_ROWS)) + 1), min(most, few + 1)):
-            wanted = (1, -(-full // rows), MOST_DECODING + 1 if limits.specialized else 1)
+            # one; as many as fill the device; one more than the warp-specialised kernel takes
+            wanted = (1, -(-full // rows), MOST_SEQUENCES + 1 if limits.specialized else 1)
             for sequences in sorted({max(1, min(n, most // rows)) for n in wanted}):
                 total = sequences * rows
                 variant = (
-                    # heights of row tiles; whether the merge fills the device
+                    # row tiles, and so the kernel; whether the merge fills the device
                     tuple(
                         (tile_shape(sequences, rows, s, limits), total * s.group * s.kv_heads <= limits.multiprocessors)
                         for s in shapes

@@ -339,5 +339,7 @@ def _require_checksum(header: dict[str, str], pages: Tensor, tokens: Tensor) -> 
 def _checksum(pages: Tensor, tokens: Tensor, created: str) -> str:
     """Against accidents: whoever may write records may write their checksums too. So the pages, hundreds of megabytes,
     take a fast hash; a cryptographic one would make loading them slower than computing them again."""
-    form = f"{xxhash.xxh3_128_hexdigest(tensor_bytes(pages))} {tuple(pages.shape)} {pages.dtype} {created} "
+    # the object, not xxh3_128_hexdigest: in xxhash 3.5 that one keeps the GIL, and every stream would wait for it
+    sum_of_pages = xxhash.xxh3_128(tensor_bytes(pages)).hexdigest()
+    form = f"{sum_of_pages} {tuple(pages.shape)} {pages.dtype} {created} "
     return checksum(form.encode() + bytes(tensor_bytes(tokens)))

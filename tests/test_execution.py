@@ -203,7 +203,7 @@ def test_steps_in_which_requests_decode_beside_other_work_have_graphs(monkeypatc
         decoding, arrived = threading.Event(), threading.Event()
 
         def watched(parts: list[Part], asked: list[tuple[Part, int]]) -> execution.Logits:
-            # a GPU would have ended the streams before the other request comes
+            # by the third step both streams decode; a GPU would have ended them before the other request comes
             if len(steps) == 2:
                 decoding.set()
                 assert arrived.wait(60)

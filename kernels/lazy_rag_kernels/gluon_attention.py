@@ -25,12 +25,18 @@ logger = logging.getLogger(__name__)
 HEAD_DIMS = (64, 128)
 
 
-class Shape(NamedTuple):
+# sequences of a step whose tiles have 16 packed rows (decoding, for most models) up to which they are for this kernel.
+# Of 1, 2, 4, 8 and 32 that were measured (kernels/NOTES.md), 8 gain where chunks are short or shared and nothing where
+# they are long and distinct; 32 lose, as it multiplies 64 rows where a request has four and meets the power limit
+MOST_SEQUENCES = 8
+
+
+class TileSizes(NamedTuple):
     """What fits a multiprocessor: 227 KiB of shared memory, 64 Ki registers."""
 
     block_n: int  # keys of a block
     ring_bytes: int  # of the blocks of K and V held ahead
-    registers: int | None  # of a thread at the start
+    registers: int | None  # of a thread at the start; None: what the compiler finds
     programs: int  # that run at once
 
     def stages(self, dim: int) -> int:
@@ -38,16 +44,12 @@ class Shape(NamedTuple):
         return self.ring_bytes // (self.block_n * 2 * dim * 2)
 
 
-# decoding sequences that it takes. Of more, either kernel keeps the memory busy, and as this one multiplies 64 rows
-# where one request has a few, it draws so much power that the clock falls (kernels/NOTES.md)
-MOST_DECODING = 8
-
 # tiles of up to 64 packed rows, one warpgroup; of 128, two
-ONE_GROUP = Shape(64, 96 << 10, 128, 2)
-TWO_GROUPS = Shape(128, 192 << 10, None, 1)
+ONE_GROUP = TileSizes(block_n=64, ring_bytes=96 << 10, registers=128, programs=2)
+TWO_GROUPS = TileSizes(block_n=128, ring_bytes=192 << 10, registers=None, programs=1)
 
 
-def shape_of(block_m: int) -> Shape:
+def sizes_of(block_m: int) -> TileSizes:
     """For tiles of so many packed rows, 128 at most."""
     return TWO_GROUPS if block_m == 128 else ONE_GROUP
 
@@ -90,7 +92,7 @@ def takes(q: Tensor, pages: LayerPages, block_m: int, window: int | None) -> boo
     return (
         window is None
         and page_size % 8 == 0
-        and shape_of(block_m).block_n % page_size == 0
+        and sizes_of(block_m).block_n % page_size == 0
         and all(
             x.dtype == q.dtype
             and x.stride()[2:] == (x.shape[3], 1)
@@ -124,7 +126,7 @@ def launch_partial(
     _, heads, dim = q.shape
     kv_heads, page_size = pages.k.shape[2], state.plan.page_size
     block_m = part_out.shape[2]
-    shape = shape_of(block_m)
+    sizes = sizes_of(block_m)
     # 16-bit boxes of a page's slots and 64 dims
     box = kernels.gl.NVMMASharedLayout(128, 16, 3)
     k_desc, v_desc = (
@@ -150,7 +152,8 @@ def launch_partial(
             sin=sin,
             part_out=part_out,
             part_lse=part_lse,
-            scaling=layer["scaling"],
+            # Triton makes an integer 1 a constant, which the kernel does not take
+            scaling=float(layer["scaling"]),
             q_stride_row=q.stride(0),
             q_stride_head=q.stride(1),
             HKV=kv_heads,
@@ -162,13 +165,13 @@ def launch_partial(
             INTERLEAVED=layer["INTERLEAVED"],
             SOFTCAP=layer["SOFTCAP"] or 0.0,
             BLOCK_M=block_m,
-            BLOCK_N=shape.block_n,
-            STAGES=shape.stages(dim),
+            BLOCK_N=sizes.block_n,
+            STAGES=sizes.stages(dim),
             PROGRAM_FIELDS=fields[0],
             WORK_FIELDS=fields[1],
             OVERLAPPED=state.limits.overlaps,
             num_warps=4,
-            maxnreg=shape.registers,
+            maxnreg=sizes.registers,
         )
     except Exception as error:
         # what a compiler raises differs too: a failed pass is a plain RuntimeError; what the device raises is no reason

@@ -53,6 +53,7 @@ def _struct(cls):
         for name, value in zip(names, values, strict=True):
             setattr(self, name, value)
 
+    # a function that kernels may call while they are compiled
     __init__.__triton_builtin__ = True
     cls.__init__ = __init__
     return _aggregate(cls)
@@ -60,7 +61,7 @@ def _struct(cls):
 
 @_struct
 class Sizes:
-    """What the kernel is compiled for; its parameters explain them."""
+    """What the kernel is compiled for, named as its parameters."""
 
     Q_STRIDE_ROW: gl.constexpr
     Q_STRIDE_HEAD: gl.constexpr
@@ -92,8 +93,8 @@ class Ring:
 
 
 @_struct
-class Program:
-    """What a program reads and writes."""
+class Task:
+    """The tensors of a launch, and which part of its work is this program's."""
 
     q: gl.tensor
     positions: gl.tensor
@@ -137,18 +138,18 @@ def _copy_block(desc, boxes, ready, base, ids, left, column, WHOLE: gl.constexpr
 
 
 @gluon.jit
-def _produce(k_desc, v_desc, ring, program, sizes):
+def _produce(k_desc, v_desc, ring, task, sizes):
     """Copy the K and V of all blocks of a program's work items, as room in the ring becomes free."""
     D: gl.constexpr = sizes.D
     P: gl.constexpr = sizes.P
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
     PAGES: gl.constexpr = BLOCK_N // P
-    column = program.i_hkv * D
+    column = task.i_hkv * D
     stage = 0
     phase = 0
-    for i_w in range(program.work_begin, program.work_end):
-        p_work = program.work + i_w * sizes.WORK_FIELDS
-        p_pages = program.pages + gl.load(p_work + 1)
+    for i_w in range(task.work_begin, task.work_end):
+        p_work = task.work + i_w * sizes.WORK_FIELDS
+        p_pages = task.pages + gl.load(p_work + 1)
         key_start = gl.load(p_work + 2)
         key_end = gl.load(p_work + 3)
         last_page = (key_end - 1) // P
@@ -190,8 +191,8 @@ def _store_turned_back(
     rows of `boxes`."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     # pieces of a box of 64 rows
-    EACH: gl.constexpr = GROUP_ROWS // ROWS
-    boxes = _reinterpreted(boxes, [D // COLUMNS * EACH, ROWS, COLUMNS], TILE)
+    PIECES: gl.constexpr = GROUP_ROWS // ROWS
+    boxes = _reinterpreted(boxes, [D // COLUMNS * PIECES, ROWS, COLUMNS], TILE)
     b_x = ()
     b_partner = ()
     b_cos = ()
@@ -224,9 +225,9 @@ def _store_turned_back(
         if ROTARY_DIM > 0:
             b_turned = b_x[h].to(gl.float32) * gl.expand_dims(b_cos[h], 0)
             b_turned += b_partner[h].to(gl.float32) * gl.expand_dims(b_sin[h], 0)
-            boxes.index(h * EACH).store(b_turned.to(b_x[h].dtype))
+            boxes.index(h * PIECES).store(b_turned.to(b_x[h].dtype))
         else:
-            boxes.index(h * EACH).store(b_x[h])
+            boxes.index(h * PIECES).store(b_x[h])
 
 
 @gluon.jit
@@ -254,8 +255,9 @@ def _softmax_step(b_s, b_m, b_l, scaling, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
-    """Rows GROUP * 64 ... of the tile over a program's work items. `turns`: barriers of two that alternate."""
+def _consume(q_boxes, ring, turns, task, sizes, GROUP: gl.constexpr):
+    """Rows GROUP * 64 ... of the tile over a program's work items. `turns`: barriers of two that alternate;
+    one alone does not read them."""
     D: gl.constexpr = sizes.D
     P: gl.constexpr = sizes.P
     BLOCK_N: gl.constexpr = sizes.BLOCK_N
@@ -269,7 +271,7 @@ def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
     N_LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    OPERAND: gl.constexpr = program.q.dtype.element_ty
+    OPERAND: gl.constexpr = task.q.dtype.element_ty
     q_shared = _reinterpreted(q_boxes, [1, GROUP_ROWS, D], TILE).index(0)
     k_shared = _reinterpreted(ring.k_boxes, [sizes.STAGES, BLOCK_N, D], TILE)
     v_shared = _reinterpreted(ring.v_boxes, [sizes.STAGES, BLOCK_N, D], TILE)
@@ -286,27 +288,28 @@ def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
     phase = 0
     # of the barrier that says it is this warpgroup's turn; the first begins
     turn = 1 - GROUP
-    for i_w in range(program.work_begin, program.work_end):
-        p_work = program.work + i_w * sizes.WORK_FIELDS
+    for i_w in range(task.work_begin, task.work_end):
+        p_work = task.work + i_w * sizes.WORK_FIELDS
         segment = gl.load(p_work)
-        p_pages = program.pages + gl.load(p_work + 1)
+        p_pages = task.pages + gl.load(p_work + 1)
         key_start = gl.load(p_work + 2)
         key_end = gl.load(p_work + 3)
         delta = gl.load(p_work + 4)
         hidden = gl.load(p_work + 5)
         row_start = gl.load(p_work + 6)
         row_end = gl.load(p_work + 7)
+        # [ROWS]
         o_m = GROUP * GROUP_ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, Q_LAYOUT))
         o_row = row_start + o_m // G
-        o_head = program.i_hkv * G + o_m % G
-        p_row = program.q + o_row.to(gl.int64) * sizes.Q_STRIDE_ROW + o_head.to(gl.int64) * sizes.Q_STRIDE_HEAD
+        o_head = task.i_hkv * G + o_m % G
+        p_row = task.q + o_row.to(gl.int64) * sizes.Q_STRIDE_ROW + o_head.to(gl.int64) * sizes.Q_STRIDE_HEAD
         o_angle = segment.to(gl.int64) * (sizes.ROTARY_DIM // 2)
         _store_turned_back(
             q_boxes,
             p_row,
             o_row < row_end,
-            program.cos + o_angle,
-            program.sin + o_angle,
+            task.cos + o_angle,
+            task.sin + o_angle,
             ROWS,
             D,
             sizes.ROTARY_START,
@@ -323,7 +326,7 @@ def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
             b_s = warpgroup_mma(q_shared, k_shared.index(stage).permute((1, 0)), b_zero, use_acc=False, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(ring.k_free.index(stage))
-            b_p, b_scale, b_m, b_l = _softmax_step(b_s, b_m, b_l, program.scaling, sizes.SOFTCAP)
+            b_p, b_scale, b_m, b_l = _softmax_step(b_s, b_m, b_l, task.scaling, sizes.SOFTCAP)
             b_acc = b_acc * gl.expand_dims(gl.convert_layout(b_scale, gl.SliceLayout(1, O_LAYOUT)), 1)
             b_w = gl.convert_layout(b_p.to(OPERAND), P_LAYOUT)
             for _ in range(1, blocks):
@@ -341,7 +344,7 @@ def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
                     mbarrier.arrive(turns.index(1 - GROUP))
                 b_s = warpgroup_mma_wait(1, deps=(b_s,))
                 mbarrier.arrive(ring.k_free.index(next_stage))
-                b_p, b_scale, b_m, b_l = _softmax_step(b_s, b_m, b_l, program.scaling, sizes.SOFTCAP)
+                b_p, b_scale, b_m, b_l = _softmax_step(b_s, b_m, b_l, task.scaling, sizes.SOFTCAP)
                 b_acc = warpgroup_mma_wait(0, deps=(b_next,))
                 mbarrier.arrive(ring.v_free.index(stage))
                 b_acc = b_acc * gl.expand_dims(gl.convert_layout(b_scale, gl.SliceLayout(1, O_LAYOUT)), 1)
@@ -354,10 +357,11 @@ def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
             mbarrier.arrive(ring.v_free.index(stage))
             stage, phase = _advance(stage, phase, sizes.STAGES)
 
+        # [M]
         o_m_s = GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
         o_row_s = row_start + o_m_s // G
         # where every row sees every key, the rest of a block is all that is masked
-        b_pos = gl.load(program.positions + o_row_s, mask=(o_row_s < row_end) & (hidden != 0), other=0).to(gl.int32)
+        b_pos = gl.load(task.positions + o_row_s, mask=(o_row_s < row_end) & (hidden != 0), other=0).to(gl.int32)
         for start in range(key_start + blocks * BLOCK_N, key_end, BLOCK_N):
             # [N]
             o_n = gl.arange(0, BLOCK_N, layout=N_LAYOUT)
@@ -366,9 +370,7 @@ def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
             o_slot = o_n % P - (P - gl.minimum(gl.maximum(key_end - o_page * P, 0), P))
             m_n = (o_slot >= 0) & (hidden != 0)
             b_page = gl.load(p_pages + o_page, mask=m_n, other=0)
-            b_key_pos = (
-                gl.load(program.stored_positions + b_page.to(gl.int64) * P + o_slot, mask=m_n, other=-FAR) + delta
-            )
+            b_key_pos = gl.load(task.stored_positions + b_page.to(gl.int64) * P + o_slot, mask=m_n, other=-FAR) + delta
             b_key_pos = gl.convert_layout(gl.where(o_slot >= 0, b_key_pos, FAR), gl.SliceLayout(0, S_LAYOUT))
             m_s = gl.expand_dims(b_key_pos, 0) <= gl.expand_dims(b_pos, 1)
             mbarrier.wait(ring.k_ready.index(stage), phase)
@@ -376,9 +378,9 @@ def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(ring.k_free.index(stage))
             if sizes.SOFTCAP == 0:
-                scale_log2 = program.scaling * LOG2E
+                scale_log2 = task.scaling * LOG2E
             else:
-                b_s = _softcapped(b_s * program.scaling, sizes.SOFTCAP)
+                b_s = _softcapped(b_s * task.scaling, sizes.SOFTCAP)
                 scale_log2 = LOG2E
             b_s = gl.where(m_s, b_s, float("-inf"))
             b_m_new = gl.maximum(b_m, gl.max(b_s, axis=1) * scale_log2)
@@ -398,18 +400,18 @@ def _consume(q_boxes, ring, turns, program, sizes, GROUP: gl.constexpr):
 
     if sizes.OVERLAPPED:
         gdc_launch_dependents()
-    p_work = program.work + program.work_begin * sizes.WORK_FIELDS
+    p_work = task.work + task.work_begin * sizes.WORK_FIELDS
     row_start = gl.load(p_work + 6)
     row_end = gl.load(p_work + 7)
     place = gl.load(p_work + 8)
     # a row that saw no key: 0, and log-sum-exp -inf from b_m
     b_l = gl.where(b_l > 0, b_l, 1.0)
     o_m = GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
-    o_part = (place * sizes.HKV + program.i_hkv).to(gl.int64) * sizes.BLOCK_M
-    gl.store(program.part_lse + o_part + o_m, b_m + gl.log2(b_l), mask=row_start + o_m // G < row_end)
+    o_part = (place * sizes.HKV + task.i_hkv).to(gl.int64) * sizes.BLOCK_M
+    gl.store(task.part_lse + o_part + o_m, b_m + gl.log2(b_l), mask=row_start + o_m // G < row_end)
     o_m = GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, O_LAYOUT))
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, O_LAYOUT))
-    p_out = program.part_out + o_part * D + gl.expand_dims(o_m, 1) * D + gl.expand_dims(o_d, 0)
+    p_out = task.part_out + o_part * D + gl.expand_dims(o_m, 1) * D + gl.expand_dims(o_d, 0)
     m_row = gl.expand_dims(row_start + o_m // G < row_end, 1)
     b_out = b_acc / gl.expand_dims(gl.convert_layout(b_l, gl.SliceLayout(1, O_LAYOUT)), 1)
     gl.store(p_out, b_out, mask=m_row)
@@ -478,7 +480,7 @@ def specialized_partial_kernel(
         # every warpgroup
         mbarrier.init(ring.k_free.index(i), count=GROUPS)
         mbarrier.init(ring.v_free.index(i), count=GROUPS)
-    program = Program(
+    task = Task(
         q,
         positions,
         stored_positions,
@@ -519,19 +521,20 @@ def specialized_partial_kernel(
         mbarrier.init(turns.index(1), count=1)
         gl.warp_specialize(
             [
-                (_consume, (q_first, ring, turns, program, sizes, 0)),
-                (_consume, (q_second, ring, turns, program, sizes, 1)),
-                (_produce, (k_desc, v_desc, ring, program, sizes)),
+                (_consume, (q_first, ring, turns, task, sizes, 0)),
+                (_consume, (q_second, ring, turns, task, sizes, 1)),
+                (_produce, (k_desc, v_desc, ring, task, sizes)),
             ],
             [4, 1],
             [240, 24],
         )
     else:
-        # no barriers for turns: Triton 3.6 gave one that nobody used the memory of values passed between warps
+        # k_free stands in for turns, which one group does not read: Triton 3.6 gave barriers that nobody used the
+        # memory of values passed between warps
         gl.warp_specialize(
             [
-                (_consume, (q_first, ring, ring.k_free, program, sizes, 0)),
-                (_produce, (k_desc, v_desc, ring, program, sizes)),
+                (_consume, (q_first, ring, ring.k_free, task, sizes, 0)),
+                (_produce, (k_desc, v_desc, ring, task, sizes)),
             ],
             [1],
             [24],

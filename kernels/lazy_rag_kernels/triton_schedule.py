@@ -109,7 +109,7 @@ class TileShape(NamedTuple):
     @property
     def part_unit(self) -> int:
         """Keys of which the parts of a segment are multiples: whole blocks of whichever kernel runs a layer."""
-        return max(self.block_n, gluon_attention.shape_of(self.block_m).block_n) if self.specialized else self.block_n
+        return max(self.block_n, gluon_attention.sizes_of(self.block_m).block_n) if self.specialized else self.block_n
 
 
 class Span(NamedTuple):
@@ -216,7 +216,13 @@ def padded(dim: int) -> int:
 def tile_shape(
     sequences: int, most_rows: int, shape: HeadShape, limits: DeviceLimits, *, short_segments: bool = False
 ) -> TileShape:
-    """Blocks that fit the device: as many rows as the longest sequence fills, and keys in two stages or more."""
+    """Blocks that fit the device: as many rows as the longest sequence fills, and keys in two stages or more.
+
+    Args:
+        sequences: of the step, or the most that its graph holds.
+        most_rows: of one of them.
+        short_segments: the start of a segment weighs.
+    """
     k_block, v_block = padded(shape.k_dim), padded(shape.v_dim)
     narrow = shape.itemsize <= 2
     wide_heads = max(k_block, v_block) > 128
@@ -226,7 +232,7 @@ def tile_shape(
         limits.specialized
         and shape.itemsize == 2
         and block_m <= 128
-        and (block_m > 16 or sequences <= gluon_attention.MOST_DECODING)
+        and (block_m > 16 or sequences <= gluon_attention.MOST_SEQUENCES)
         and shape.k_dim == shape.v_dim
         and shape.k_dim in gluon_attention.HEAD_DIMS
     )
@@ -248,7 +254,9 @@ def tile_shape(
     stages = max(1, min(most_stages, room // (block_n * token_bytes)))
     used = limits.shared_memory - room + stages * block_n * token_bytes
     if specialized:
-        programs = gluon_attention.shape_of(block_m).programs
+        # also for what then runs on the portable kernel after all (a window, large pages), of which more would fit at
+        # head dim 64; not measured
+        programs = gluon_attention.sizes_of(block_m).programs
     else:
         programs = max(1, min(limits.shared_memory // used, WARPS_PER_MULTIPROCESSOR // num_warps))
     return TileShape(

@@ -194,7 +194,7 @@ class StaticTables:
         for s, table in tables.items():
             programs, work, rows = host["programs", s], host["work", s], host["rows", s]
             used = len(table.programs)
-            # record 0 is nobody's work: programs without work read from it that they have no rows, where they do not
+            # record 0 is nobody's work: programs without work read from it that they have no rows, should they not
             # end at once
             programs[:used] = table.programs
             programs[:used, :2] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -102,7 +103,8 @@ def mixed_step(layer: str, height: int = 128) -> StepSpec:
     spec = random_spec(list(LAYERS).index(layer), page_size=16, sequences=2, most_live=70)
     live = spec.sequences[1].live
     live += range(live[-1] + 2, live[-1] + 100)
-    spec.sequences[1].rows = min(len(live) - 5, height // group_of(layer) if height < 128 else len(live))
+    most = len(live) - 5
+    spec.sequences[1].rows = most if height == 128 else min(most, height // group_of(layer))
     return spec
 
 
@@ -140,14 +142,15 @@ def many_lengths(page_size: int, rows: int = 40) -> StepSpec:
 
 def test_these_steps_are_what_the_kernel_is_for() -> None:
     limits = DeviceLimits(132, 227 << 10, True, "NVIDIA H200", specialized=True)
-    steps = [(name, mixed_step(name, height)) for name, height in TILES]
-    steps += [(name, many_lengths(size)) for name in ("plain", "128") for size in (8, 16, 32, 64)]
-    for name, spec in steps:
+    steps = [(name, height, mixed_step(name, height)) for name, height in TILES]
+    for name, size in itertools.product(("plain", "128"), (8, 16, 32, 64)):
+        steps += [(name, 16, many_lengths(size, 1)), (name, 128, many_lengths(size))]
+    for name, height, spec in steps:
         heads = LAYERS[name]
         shape = HeadShape(group_of(name), heads.kv_heads, heads.k_dim, heads.v_dim, 2)
         plan = build(spec, heads).plan
         schedule = make_schedule(plan, shape, limits)
-        assert schedule.tile.specialized
+        assert schedule.tile.specialized and schedule.tile.block_m == height
         hidden = [item[5] for slab in schedule.slabs for item in slab.work.tolist()]
         assert {triton_schedule.ALL_SEEN, triton_schedule.SOME_HIDDEN} == set(hidden)
 
@@ -204,11 +207,14 @@ def test_pages_beyond_2_to_the_31_elements(rows: int, launches: list[Any]) -> No
 
 
 @marked(*hopper)
+@pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("changes", [{"window": 9}, {"page_size": 4}], ids=["window", "small-pages"])
-def test_what_it_does_not_take_runs_on_the_portable_kernel(changes: dict[str, int], monkeypatch: Any) -> None:
+def test_what_it_does_not_take_runs_on_the_portable_kernel(
+    changes: dict[str, int], rows: int, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(gluon_attention, "launch_partial", None)
     heads = replace(LAYERS["plain"], window=changes.get("window"))
-    case = build(many_lengths(changes.get("page_size", 16)), heads, seed=4)
+    case = build(many_lengths(changes.get("page_size", 16), rows), heads, seed=4)
     check(case, run(case)[0], None)
 
 
@@ -235,8 +241,9 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 30])
-@pytest.mark.parametrize("reason", FAILURES)
+@pytest.mark.parametrize(
+    ("reason", "rows"), [("window", 1), ("window", 8), ("window", 20), *((r, 30) for r in FAILURES)]
+)
 def test_its_tiles_serve_the_portable_kernel(
     reason: str, rows: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, poison_empty: None
 ) -> None:
@@ -256,7 +263,7 @@ def test_its_tiles_serve_the_portable_kernel(
     for _ in range(2):
         check(case, segment_attention(case.q, case.pages, plan, **case.arguments())[0], None)
     (schedule,) = plan.state.schedules.values()
-    assert schedule.tile.specialized and schedule.tile.block_m == (16 if rows == 1 else 128)
+    assert schedule.tile.specialized and schedule.tile.block_m == {1: 16, 8: 32, 20: 64, 30: 128}[rows]
     # tried once, and said so
     tried = not isinstance(kernel.error, AssertionError)
     assert kernel.tried == len(caplog.records) == tried
@@ -275,12 +282,19 @@ def test_what_the_device_raises_is_no_reason_to_go_on(monkeypatch: pytest.Monkey
         segment_attention(case.q, case.pages, plan, **case.arguments())
 
 
-def test_pages_of_another_dtype_are_not_taken() -> None:
+def test_layers_it_was_not_made_for_are_not_taken() -> None:
     case = build(many_lengths(16), LAYERS["plain"])
     for height in HEIGHTS:
         assert gluon_attention.takes(case.q, case.pages, height, None)
         assert not gluon_attention.takes(case.q.half(), case.pages, height, None)
         assert not gluon_attention.takes(case.q, case.pages, height, 9)
+    large = build(many_lengths(128), LAYERS["plain"])
+    assert [gluon_attention.takes(large.q, large.pages, height, None) for height in HEIGHTS] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_parts_are_whole_blocks_of_both_kernels() -> None:
@@ -288,19 +302,21 @@ def test_parts_are_whole_blocks_of_both_kernels() -> None:
     for group in (1, 3, 4, 8, 71):
         for dim in (64, 128):
             shape = HeadShape(group, 2, dim, dim, 2)
-            tile = tile_shape(1, 500, shape, limits)
-            assert tile.specialized and tile.block_m == 128
-            assert tile.part_unit % gluon_attention.shape_of(128).block_n == tile.part_unit % tile.block_n == 0
+            for rows in (1, 8, 500):
+                tile = tile_shape(1, rows, shape, limits)
+                assert tile.specialized
+                own = gluon_attention.sizes_of(tile.block_m).block_n
+                assert tile.part_unit % own == tile.part_unit % tile.block_n == 0
             schedule = make_schedule(build(many_lengths(16), Heads()).plan, shape, limits)
             starts = [item[2] for slab in schedule.slabs for item in slab.work.tolist()]
             assert all(start % schedule.tile.part_unit == 0 for start in starts) and max(starts) > 0
     for shape in (HeadShape(4, 2, 256, 256, 2), HeadShape(4, 2, 128, 64, 2), HeadShape(4, 2, 64, 64, 4)):
         assert not tile_shape(1, 500, shape, limits).specialized
     decoding = HeadShape(4, 2, 128, 128, 2)
-    tile = tile_shape(gluon_attention.MOST_DECODING, 1, decoding, limits)
+    tile = tile_shape(gluon_attention.MOST_SEQUENCES, 1, decoding, limits)
     assert tile.specialized and tile.block_m == 16 and tile.programs == 2
-    assert not tile_shape(gluon_attention.MOST_DECODING + 1, 1, decoding, limits).specialized
-    assert tile_shape(gluon_attention.MOST_DECODING + 1, 8, decoding, limits).specialized
+    assert not tile_shape(gluon_attention.MOST_SEQUENCES + 1, 1, decoding, limits).specialized
+    assert tile_shape(gluon_attention.MOST_SEQUENCES + 1, 8, decoding, limits).specialized
 
 
 COMPILE = """
@@ -319,19 +335,20 @@ types = dict(
     work="*i32", cos="*fp32", sin="*fp32", part_out="*fp32", part_lse="*fp32", scaling="fp32",
 )
 for dim, block_m in itertools.product(gluon_attention.HEAD_DIMS, (16, 32, 64, 128)):
-    shape = gluon_attention.shape_of(block_m)
+    sizes = gluon_attention.sizes_of(block_m)
     constants = dict(
         q_stride_row=32 * dim, q_stride_head=dim, HKV=8, G=4, D=dim, P=16, ROTARY_START=0, ROTARY_DIM=dim,
-        INTERLEAVED=False, SOFTCAP=0.0, BLOCK_M=block_m, BLOCK_N=shape.block_n, STAGES=shape.stages(dim),
+        INTERLEAVED=False, SOFTCAP=0.0, BLOCK_M=block_m, BLOCK_N=sizes.block_n, STAGES=sizes.stages(dim),
         PROGRAM_FIELDS=PROGRAM_FIELDS, WORK_FIELDS=WORK_FIELDS, OVERLAPPED=True,
     )
     names = kernel.arg_names
     signature = types | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
     source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    made = triton.compile(source, GPUTarget("cuda", 90, 32), dict(num_warps=4, maxnreg=shape.registers))
+    made = triton.compile(source, GPUTarget("cuda", 90, 32), dict(num_warps=4, maxnreg=sizes.registers))
     assert "wgmma.mma_async" in made.asm["ptx"] and "cp.async.bulk.tensor.3d" in made.asm["ptx"]
-    print(made.metadata.shared * shape.programs)
+    # a multiprocessor keeps 1 KiB for each program
+    print((made.metadata.shared + 1024) * sizes.programs)
 """
 
 
@@ -347,4 +364,4 @@ def test_compiles_for_hopper_without_a_gpu() -> None:
         [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert all(int(shared) <= 227 << 10 for shared in done.stdout.split())
+    assert all(int(shared) <= 228 << 10 for shared in done.stdout.split())
