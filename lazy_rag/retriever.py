@@ -295,10 +295,11 @@ class Retriever:
         *,
         namespace: str,
         filter: Mapping[str, Any] | None = None,
+        per_document: bool = False,
     ) -> list[Hit]:
         """The `k` most similar distinct chunks of a namespace, best first; equal scores in order of row ids. Fewer than
         `k` only when fewer match. `query`: a text, or a vector `[d]`. `filter`: see `catalog.compile_filter`; it is
-        applied before ranking.
+        applied before ranking. `per_document`: see `Catalog.documents_of`; a chunk's documents in order of row ids.
 
         Raises RetrieverError (no embedder, bad `k`, filter or vector) and EmptyCorpusError."""
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k <= 0:
@@ -312,7 +313,7 @@ class Retriever:
             vector = self._embedder.embed_query(query)
         else:
             vector = self._checked_vectors(query, 1)[0]
-        return self._call(lambda: self._search(vector, int(k), namespace, where))
+        return self._call(lambda: self._search(vector, int(k), namespace, where, per_document))
 
     @property
     def searched_by(self) -> str:
@@ -569,7 +570,7 @@ class Retriever:
         if not self._catalog.has_chunks(namespace):
             raise EmptyCorpusError(f"nothing has been added to namespace {namespace!r}; add documents first")
 
-    def _search(self, vector: Vectors, k: int, namespace: str, where: Filter | None) -> list[Hit]:
+    def _search(self, vector: Vectors, k: int, namespace: str, where: Filter | None, per_document: bool) -> list[Hit]:
         with self._catalog.reading():
             self._sync()
             self._require_corpus(namespace)
@@ -579,8 +580,23 @@ class Retriever:
             ids, scores = self._index.search(vector, k, members)
             first_rows = rows[np.searchsorted(members, ids)]
             order = np.lexsort((first_rows, -scores))[:k]
-            pairs = zip(first_rows[order].tolist(), scores[order].tolist(), strict=True)
-            return self._catalog.hits([(row, score) for row, score in pairs])
+            pairs = list(zip(first_rows[order].tolist(), scores[order].tolist(), strict=True))
+            if per_document:
+                found = list(zip(ids[order].tolist(), scores[order].tolist(), strict=True))
+                pairs = self._per_document(found, k, namespace, where)
+            return self._catalog.hits(pairs)
+
+    def _per_document(
+        self, found: Sequence[tuple[int, float]], k: int, namespace: str, where: Filter | None
+    ) -> list[tuple[int, float]]:
+        """(row id, score) of up to k documents, from (vector id, score), both best first."""
+        pairs: list[tuple[int, float]] = []
+        for vector_id, score in found:
+            if len(pairs) == k:
+                break
+            rows = self._catalog.documents_of(vector_id, namespace, where, k - len(pairs))
+            pairs += [(row, score) for row in rows]
+        return pairs
 
     def _candidates(self, namespace: str, where: Filter | None) -> tuple[_Ids, _Ids]:
         if where is not None:

@@ -28,6 +28,7 @@ from lazy_rag.errors import (
 from lazy_rag.retriever import Change, ChunkRecord, Retriever, VectorIndex
 
 DIMENSION = 16
+KS = st.integers(1, 12)
 
 
 class HashModel:
@@ -353,6 +354,30 @@ def test_hits_are_distinct_chunks(retriever: Retriever) -> None:
     assert (found[0].document_id, found[0].metadata) == ("copy 0", {"copy": 0})
     (only,) = retriever.search("popular", 3, namespace="n", filter={"copy": {"$gte": 7}})
     assert (only.document_id, only.ordinal) == ("copy 7", 0)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), st.booleans()), min_size=1), KS)
+def test_hits_per_document_agree_with_plain_python(documents: list[tuple[list[str], bool]], k: int) -> None:
+    """Each document that is one chunk is a hit of its own; all longer ones that hold a chunk are one, the oldest."""
+    with Retriever(HashModel().embedder()) as retriever:
+        for number, (texts, keep) in enumerate(documents):
+            retriever.upsert(str(number), records(*texts), metadata={"keep": keep})
+        retriever.upsert("other", records("a", namespace="m"), metadata={"keep": True})
+        for condition in (None, {"keep": True}):
+            expected = []
+            for chunk in retriever.search("a", 9, namespace="n", filter=condition):
+                holding = [
+                    (str(number), texts)
+                    for number, (texts, keep) in enumerate(documents)
+                    if chunk.text in texts and (keep or condition is None)
+                ]
+                longer = [name for name, texts in holding if len(texts) > 1]
+                named = [name for name, texts in holding if len(texts) == 1 or name == longer[0]]
+                expected += [(chunk.text, chunk.score, name) for name in named]
+            found = retriever.search("a", k, namespace="n", filter=condition, per_document=True)
+            assert [(hit.text, hit.score, hit.document_id) for hit in found] == expected[:k]
+            assert all(hit.metadata == {"keep": documents[int(hit.document_id)][1]} for hit in found)
 
 
 def test_namespaces_are_strict(retriever: Retriever) -> None:

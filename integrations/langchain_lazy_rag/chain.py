@@ -18,7 +18,8 @@ def create_lazy_rag_chain(
 ) -> Runnable[dict[str, Any], dict[str, Any]]:
     """A chain with the keys of `create_retrieval_chain`: `input` and `chat_history` in, `context` and `answer` added.
 
-    The documents stand before the question in the user's turn, as chunks: the prompt is the one of `Runtime.query`.
+    The documents stand before the question in the user's turn, as chunks: the prompt is the one of `Runtime.query`. A
+    text that several of them share stands there once; `context` holds them all.
 
     Args:
         llm: a `ChatLazyRAG`, bound to arguments or not.
@@ -31,12 +32,21 @@ def create_lazy_rag_chain(
 
     def messages(values: dict[str, Any]) -> list[BaseMessage]:
         history = convert_to_messages(values.get("chat_history") or [])
-        question = HumanMessage(content=[*context_blocks(values["context"]), {"type": "text", "text": values["input"]}])
+        blocks = context_blocks(distinct(values["context"]))
+        question = HumanMessage(content=[*blocks, {"type": "text", "text": values["input"]}])
         return [*([] if system is None else [SystemMessage(system)]), *history, question]
 
     answer = RunnableLambda(messages) | llm | StrOutputParser()
     chain = RunnablePassthrough.assign(context=found.with_config(run_name="retrieve_documents")).assign(answer=answer)
     return chain.with_config(run_name="lazy_rag_chain")
+
+
+def distinct(documents: Sequence[Document]) -> list[Document]:
+    """The first document of each text: what is said twice in a prompt takes room from other documents."""
+    first: dict[str, Document] = {}
+    for document in documents:
+        first.setdefault(document.page_content.strip(), document)
+    return list(first.values())
 
 
 def context_blocks(documents: Sequence[Document]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ class LazyRAGVectorStore(VectorStore):
     Adding is an upsert: by the given ids, else by a hash of text and metadata, so that adding twice changes nothing.
     Deleting removes vector, text and KV. `filter` is a mapping such as `{"lang": "en", "year": {"$gte": 2020}}`, also
     with `$in`, `$and`, `$or` and `$not`; it applies before the ranking. Scores are cosine similarities. Documents of
-    equal text share a chunk and are found once. Async methods run in another thread.
+    equal text share a chunk, and each is found, the oldest first. Async methods run in another thread.
 
     Args:
         runtime: with an embedder; another one's vectors cannot be mixed in.
@@ -203,7 +203,7 @@ class LazyRAGVectorStore(VectorStore):
     def _search(self, query: Any, k: int, filter: Filter | None) -> list[tuple[Document, float, str]]:
         """Documents with their scores and chunk ids."""
         try:
-            hits = self.runtime.retrieve(query, k, filter=filter, namespace=self.namespace)
+            hits = self.runtime.retrieve(query, k, filter=filter, namespace=self.namespace, per_document=True)
         except (EmptyCorpusError, EmptyQuestionError):  # nothing is like nothing
             return []
         found = []

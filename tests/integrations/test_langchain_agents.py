@@ -106,6 +106,13 @@ async def ask_again(agent: Any, config: Any, message: Any, way: str) -> dict[str
     return state
 
 
+def test_a_text_of_several_documents_stands_once_before_the_question(rt: Runtime, model: ChatLazyRAG) -> None:
+    twice = RunnableLambda(lambda _: [Document(id=name, page_content=TEXTS["tower"]) for name in ("tower", "copy")])
+    state = create_agent(model, [], middleware=[LazyRAGMiddleware(twice)]).invoke({"messages": [("user", "High?")]})
+    assert [i for i, _ in used(state["messages"][-1])] == rt.remember([TEXTS["tower"]])
+    assert [document.id for document in state["context"]] == ["tower", "copy"]
+
+
 async def test_documents_stand_before_the_question_as_chunks(rt: Runtime, model: ChatLazyRAG) -> None:
     found = Found()
     agent = create_agent(model, [], middleware=[LazyRAGMiddleware(found.runnable())])

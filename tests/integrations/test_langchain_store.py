@@ -12,7 +12,15 @@ pytest.importorskip("langchain_core")
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_lazy_rag import LangChainEmbedder, LazyRAGEmbeddings, LazyRAGRetriever, LazyRAGVectorStore
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_lazy_rag import (
+    ChatLazyRAG,
+    LangChainEmbedder,
+    LazyRAGEmbeddings,
+    LazyRAGRetriever,
+    LazyRAGVectorStore,
+    create_lazy_rag_chain,
+)
 
 from lazy_rag import LazyRAGError, Runtime
 from tests.fixtures import WordEmbedder, make_runtime
@@ -44,6 +52,44 @@ def test_ids_come_from_text_and_metadata(store: LazyRAGVectorStore) -> None:
     assert store.add_documents(same) == first
     assert len(store.runtime.find()) == 3
     assert same[0].id is None
+
+
+def test_documents_of_equal_text_are_all_found(store: LazyRAGVectorStore) -> None:
+    """As LangChain's own store finds them: the filter chooses among them, and they share one chunk and one KV copy."""
+    stock = InMemoryVectorStore(store.embeddings)
+    documents = [
+        Document(page_content="red tea", metadata={"lang": lang}, id=f"{i}") for i, lang in enumerate(["en", "de"] * 2)
+    ]
+    documents.append(Document(page_content="red wine", id="w"))
+    for one in (store, stock):
+        one.add_documents(documents)
+    for k in (1, 2, 3, 4, 5, 9):
+        theirs = stock.similarity_search("red tea", k=k)  # which of equal ones come first is open there
+        assert store.similarity_search("red tea", k=k) == documents[:k]
+        assert [document.page_content for document in theirs] == [d.page_content for d in documents[:k]]
+    german = store.similarity_search_with_score("red tea", k=3, filter={"lang": "de"})
+    assert [document.id for document, _ in german] == ["1", "3"]
+    assert [score for _, score in german] == pytest.approx([1.0, 1.0])
+    vector = store.embeddings.embed_query("red tea")
+    assert store.similarity_search_by_vector(vector, k=4) == documents[:4]
+    assert {document.id for document in store.max_marginal_relevance_search("red tea", k=2, lambda_mult=0.1)} == {
+        "0",
+        "w",
+    }
+    assert LazyRAGRetriever(runtime=store.runtime, k=3).invoke("red tea") == documents[:3]
+    assert len({source.chunk_id for source in store.runtime.find()}) == 2
+    store.delete(["0"])
+    assert store.similarity_search("red tea", k=9) == documents[1:]
+
+
+def test_a_text_of_several_documents_stands_once_in_the_chains_prompt(rt: Runtime) -> None:
+    store = LazyRAGVectorStore(rt)
+    documents = [Document(page_content=text, id=f"{i}") for i, text in enumerate(["red tea", "red tea", "red wine"])]
+    store.add_documents(documents)
+    chain = create_lazy_rag_chain(ChatLazyRAG(runtime=rt, max_tokens=2), store.as_retriever(search_kwargs={"k": 3}))
+    assert chain.invoke({"input": "Which tea?"})["context"] == documents
+    uses = [use.chunk_id for use in rt.last_answer.receipt.chunks if use.offset]
+    assert uses == [hit.chunk_id for hit in rt.retrieve("Which tea?", k=2)]
 
 
 @pytest.mark.parametrize("text", ["  tea \n", "tea", "\u00a0tea\u2003", "te\r\na\r\n"])

@@ -355,4 +355,29 @@ def test_given_vectors_are_scaled_and_a_stored_text_keeps_its_own(runtime: Runti
     store.add([TextNode(text="Some text.", id_="a", embedding=vector.tolist())])
     store.add([TextNode(text="Some text.", id_="b", embedding=(-vector).tolist())])
     result = store.query(VectorStoreQuery(query_embedding=vector.tolist(), similarity_top_k=2))
-    assert result.ids == ["a"] and result.similarities == [pytest.approx(1.0)]
+    assert result.ids == ["a", "b"] and result.similarities == [pytest.approx(1.0)] * 2
+
+
+def test_nodes_of_equal_text_are_all_found(runtime: Runtime) -> None:
+    """As the stock store finds them; the filters choose among them, and they share one chunk."""
+    store, stock = LazyRAGVectorStore(runtime), SimpleVectorStore()
+    texts = ["Same text here."] * 3 + ["Other text here."]
+    metadata: list[dict[str, Any]] = [{"lang": "en", "n": 0}, {"lang": "de", "n": 1}, {"lang": "en", "n": 2}, {"n": 3}]
+    nodes = [TextNode(text=text, id_=f"n{one['n']}", metadata=one) for text, one in zip(texts, metadata, strict=True)]
+    for node, vector in zip(nodes, runtime.embeddings.embed(texts).tolist(), strict=True):
+        node.embedding = vector
+    store.add(nodes)
+    stock.add(nodes)
+    english = MetadataFilters(filters=[MetadataFilter(key="lang", value="en")])
+    for options in ({}, {"filters": english}, {"similarity_top_k": 2}, {"similarity_top_k": 1, "filters": english}):
+        found = query(store, runtime, "Same text here.", **options)
+        theirs = query(stock, runtime, "Same text here.", **options)  # which of equal ones come first is open there
+        assert found == sorted(found) and len(found) == len(theirs)
+        assert "similarity_top_k" in options or found == sorted(theirs)
+    found = LazyRAGRetriever(runtime, similarity_top_k=3).retrieve("Same text here.")
+    assert [(scored.node_id, scored.node.metadata) for scored in found] == [
+        (node.node_id, node.metadata) for node in nodes[:3]
+    ]
+    assert len({source.chunk_id for source in runtime.find()}) == 2
+    store.delete_nodes(["n0"])
+    assert query(store, runtime, "Same text here.", similarity_top_k=2) == ["n1", "n2"]

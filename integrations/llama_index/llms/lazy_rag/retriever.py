@@ -36,7 +36,9 @@ class LazyRAGRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         query = query_bundle.embedding or query_bundle.query_str
-        hits = self._runtime.retrieve(query, self._top_k, filter=self._filter, namespace=self._namespace)
+        hits = self._runtime.retrieve(
+            query, self._top_k, filter=self._filter, namespace=self._namespace, per_document=True
+        )
         return [NodeWithScore(node=to_node(hit), score=float(hit.score)) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

@@ -27,9 +27,9 @@ _PERSISTED = "persisted"  # a file in folders that `persist` wrote
 class LazyRAGVectorStore(BasePydanticVectorStore):
     """Nodes in a runtime: vector, text, metadata and KV under one id, deleted and kept together.
 
-    Similarities are cosines, higher is better; filters hold before top-k. Two nodes with one text are one chunk, found
-    once, as the node that was added first. Documents that were added to the runtime itself are nodes too: under their
-    own id, or one for each chunk, under the chunk's, where there are several. `persist` writes a store that
+    Similarities are cosines, higher is better; filters hold before top-k. Nodes of equal text share a
+    chunk, and each is found, the oldest first. Documents that were added to the runtime itself are nodes too: under
+    their own id, or one for each chunk, under the chunk's, where there are several. `persist` writes a store that
     `from_persist_dir` opens without embedding anything again.
     """
 
@@ -127,7 +127,11 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
         if not self._runtime.has_chunks(namespace=self.namespace):
             return VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
         hits = self._runtime.retrieve(
-            query.query_embedding, query.similarity_top_k, filter=condition, namespace=self.namespace
+            query.query_embedding,
+            query.similarity_top_k,
+            filter=condition,
+            namespace=self.namespace,
+            per_document=True,
         )
         nodes = [to_node(hit) for hit in hits]
         return VectorStoreQueryResult(
