@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lazy_rag.answer import Answer, Explanation, Receipt, Sample, Source
-    from lazy_rag.catalog import Hit
+    from lazy_rag.catalog import Hit, check_metadata
     from lazy_rag.errors import (
         ContextOverflowError,
         DeadlineExceededError,
@@ -47,6 +47,7 @@ _HOMES = {
     "Segment": "layout",
     "Source": "answer",
     "ToolCall": "tools",
+    "check_metadata": "catalog",
 }
 __all__ = [
     "Answer",
@@ -70,6 +71,7 @@ __all__ = [
     "Segment",
     "Source",
     "ToolCall",
+    "check_metadata",
 ]
 
 

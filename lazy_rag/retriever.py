@@ -267,7 +267,9 @@ class Retriever:
         """`upsert` of several (document id, chunks, metadata): one transaction, one embedding run, one progress bar.
         A document without chunks needs `namespace`; its earlier version is removed and nothing is stored. `vectors`:
         one row for every chunk, in order."""
-        writes = [_document_write(*document, namespace) for document in documents]
+        writes = [
+            _document_write(*document, namespace, f" at index {index}") for index, document in enumerate(documents)
+        ]
         keys = [(write.namespace, write.document_id) for write in writes]
         if len(set(keys)) != len(keys):
             raise RetrieverError("the same document id occurs twice in one call")
@@ -682,8 +684,9 @@ class Retriever:
 
 
 def _document_write(
-    document_id: str, chunks: Sequence[ChunkRecord], metadata: _Metadata, namespace: str | None
+    document_id: str, chunks: Sequence[ChunkRecord], metadata: _Metadata, namespace: str | None, place: str = ""
 ) -> DocumentWrite:
+    """`place`: where the document stands among those of its call, for messages."""
     if not isinstance(document_id, str) or not document_id:
         raise RetrieverError(f"a document id must be a non-empty string, not {document_id!r}")
     named = [chunk.namespace for chunk in chunks] + ([] if namespace is None else [namespace])
@@ -701,11 +704,12 @@ def _document_write(
         except UnicodeEncodeError as error:
             raise RetrieverError(f"document {document_id!r} holds half a surrogate pair: {error}") from error
     if isinstance(metadata, Mapping):
-        encoded = (encode_metadata(metadata),) * len(chunks)
+        encoded = (encode_metadata(metadata, f"document {document_id!r}{place}"),) * len(chunks)
     else:
         if isinstance(metadata, str) or not isinstance(metadata, Iterable):
             raise RetrieverError(f"the metadata of document {document_id!r} must be one mapping, or one per chunk")
-        encoded = tuple(encode_metadata(one) for one in metadata)
+        of = f"document {document_id!r}{place}, chunk at index"
+        encoded = tuple(encode_metadata(one, f"{of} {index}") for index, one in enumerate(metadata))
         if len(encoded) != len(chunks):
             raise RetrieverError(
                 f"document {document_id!r} has {len(encoded)} metadata entries for {len(chunks)} chunks"

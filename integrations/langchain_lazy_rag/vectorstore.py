@@ -17,7 +17,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from langchain_lazy_rag.embeddings import LazyRAGEmbeddings, embeddings_name
-from lazy_rag import EmptyCorpusError, EmptyQuestionError, Hit, LazyRAGError, Runtime, Source
+from lazy_rag import EmptyCorpusError, EmptyQuestionError, Hit, LazyRAGError, Runtime, Source, check_metadata
 
 _TEXT_KEY = "lazy_rag:page_content"  # in the stored metadata, where a chunk's text is not the document's own
 
@@ -76,6 +76,10 @@ class LazyRAGVectorStore(VectorStore):
             raise LazyRAGError(f"{len(listed)} texts, {len(given)} metadatas and {len(names)} ids do not go together")
         if not listed:
             return []
+        for index, (metadata, name) in enumerate(zip(given, names, strict=True)):
+            check_metadata(
+                metadata, f"document at index {index}" if name is None else f"document {name!r} at index {index}"
+            )
         keys = [
             _content_id(text, metadata) if name is None else name
             for text, metadata, name in zip(listed, given, names, strict=True)
@@ -265,10 +269,8 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 def _content_id(text: str, metadata: Mapping[str, Any]) -> str:
     if not isinstance(text, str):
         raise LazyRAGError(f"a document's text must be a string, not {type(text).__name__}")
-    try:
-        rest = json.dumps(metadata, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise LazyRAGError(f"metadata {metadata!r} cannot be stored: JSON cannot hold it ({error})") from error
+    plain = json.loads(json.dumps(metadata))  # inner keys may be of several types, and then have no order
+    rest = json.dumps(plain, sort_keys=True)
     fields = (text.encode("utf-8", "surrogatepass"), rest.encode())
     digest = hashlib.blake2b(digest_size=16)
     for field in fields:

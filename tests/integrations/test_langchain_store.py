@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,6 +138,29 @@ def test_nothing_is_written_when_something_is_wrong(store: LazyRAGVectorStore) -
     with pytest.raises(LazyRAGError, match="no argument 'fitler'"):
         store.similarity_search("x", fitler={})
     assert store.runtime.find() == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), dt.datetime(2020, 1, 2), {1, 2}, b"x", np.int64(1), object()])
+async def test_metadata_that_cannot_be_stored_is_told_with_document_key_and_remedy(
+    store: LazyRAGVectorStore, value: object
+) -> None:
+    for name, told in (("d7", "document 'd7' at index 1"), (None, "document at index 1")):
+        documents = [Document(page_content="a"), Document(page_content="b", metadata={"when": [value]}, id=name)]
+        told = rf"^{told}: metadata 'when'\[0\] cannot be stored: .*use "
+        with pytest.raises(LazyRAGError, match=told):
+            store.add_documents(documents)
+        with pytest.raises(LazyRAGError, match=told):
+            await store.aadd_documents(documents)
+    with pytest.raises(LazyRAGError, match="document at index 0: metadata keys must be strings, not 3: use '3'"):
+        store.add_texts(["a"], [{3: "x"}])  # type: ignore[dict-item]
+    assert store.runtime.find() == []
+
+
+def test_inner_keys_of_any_type_have_an_id(store: LazyRAGVectorStore) -> None:
+    """JSON makes strings of numbers and None as keys, and cannot order them before."""
+    assert store.add_texts(["a"], [{"k": {1: 2, "x": 3, None: 4}}]) == store.add_texts(
+        ["a"], [{"k": {"null": 4, "1": 2, "x": 3}}]
+    )
 
 
 def test_documents_of_the_runtime_are_found_and_named_by_chunk(rt: Runtime, tmp_path: Path) -> None:

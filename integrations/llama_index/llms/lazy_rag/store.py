@@ -27,10 +27,10 @@ _PERSISTED = "persisted"  # a file in folders that `persist` wrote
 class LazyRAGVectorStore(BasePydanticVectorStore):
     """Nodes in a runtime: vector, text, metadata and KV under one id, deleted and kept together.
 
-    Similarities are cosines, higher is better; filters hold before top-k. Nodes of equal text share a
-    chunk, and each is found, the oldest first. Documents that were added to the runtime itself are nodes too: under
-    their own id, or one for each chunk, under the chunk's, where there are several. `persist` writes a store that
-    `from_persist_dir` opens without embedding anything again.
+    Similarities are cosines, higher is better; filters hold before top-k. Nodes of equal text share a chunk, and each
+    is found, the oldest first. Metadata is kept in the JSON form that LlamaIndex gives it: times are strings. Documents
+    that were added to the runtime itself are nodes too: under their own id, or one for each chunk, under the chunk's,
+    where there are several. `persist` writes a store that `from_persist_dir` opens without embedding anything again.
     """
 
     stores_text: bool = True
@@ -66,7 +66,7 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
         self._runtime.add_chunks(
             [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes],
             ids=[node.node_id for node in nodes],
-            metadata=[node_metadata(node) for node in nodes],
+            metadata=[node_metadata(node, index) for index, node in enumerate(nodes)],
             namespace=self.namespace,
             vectors=None if any(vector is None for vector in vectors) else vectors,
         )
