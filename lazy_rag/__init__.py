@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lazy_rag.prompt import Message
     from lazy_rag.runtime import Runtime
     from lazy_rag.sampling import SamplingParams
+    from lazy_rag.schemas import class_schema
     from lazy_rag.tools import ToolCall
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ _HOMES = {
     "Source": "answer",
     "ToolCall": "tools",
     "check_metadata": "catalog",
+    "class_schema": "schemas",
 }
 __all__ = [
     "Answer",
@@ -72,6 +74,7 @@ __all__ = [
     "Source",
     "ToolCall",
     "check_metadata",
+    "class_schema",
 ]
 
 

@@ -265,7 +265,7 @@ class Preparer:
             )
         sampling = self._sampling(options)
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        grammar = self._parts.grammars.require(sampling)
+        grammar = self._parts.grammars.require(sampling, room)
         # dropped pieces are the last ones, so what is left of the sources are the first
         kept = sources[: len(sources) - len(layout.dropped)]
         return Prepared(layout, sampling, tuple(kept), 0.0, *_urgency(options), grammar=grammar)

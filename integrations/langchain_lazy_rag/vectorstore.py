@@ -58,6 +58,7 @@ class LazyRAGVectorStore(VectorStore):
         *,
         ids: Sequence[str | None] | None = None,
         encode: str = "on_use",
+        batch_size: int | None = None,
         **kwargs: Any,
     ) -> list[str]:
         """Add texts, each as one chunk; returns their ids in order.
@@ -65,6 +66,7 @@ class LazyRAGVectorStore(VectorStore):
         Args:
             ids: texts under an id that is known replace it; None where the id is made from the content.
             encode: "now" computes the KV at once, as far as there is room; "on_use" when a request first needs it.
+            batch_size: without effect, the runtime chooses batches itself; LangChain's `index` passes it.
 
         Raises LazyRAGError, with nothing written, for an empty text and for metadata that JSON cannot hold.
         """
@@ -132,8 +134,13 @@ class LazyRAGVectorStore(VectorStore):
         return await asyncio.to_thread(self.add_texts, texts, metadatas, **kwargs)
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete by id: vector, text and KV. Ids that are not there are passed over. Without ids: everything."""
+        """Delete by id: vector, text and KV. Without ids: everything.
+
+        Always True: to LangChain an id that is not there is no failure, and its `index` and `aindex` give up at False.
+        """
         _refuse(kwargs)
+        if isinstance(ids, str):
+            raise LazyRAGError(f"delete takes a list of ids: [{ids!r}]")
         if ids is None:
             ids = list({s.document_id for s in self.runtime.find(namespace=self.namespace) if s.document_id})
         if ids:

@@ -77,7 +77,7 @@ class CallOnce(AgentMiddleware[Any, Any, Any]):
 
 def used(message: Any) -> list[tuple[str, str]]:
     """(chunk id, tier) of each chunk in the prompt of an answer, without the encode prefix."""
-    return [(chunk["id"], chunk["tier"]) for chunk in message.response_metadata["chunks"] if chunk["offset"]]
+    return [(chunk["chunk_id"], chunk["tier"]) for chunk in message.response_metadata["chunks"] if chunk["offset"]]
 
 
 def strict_saver() -> InMemorySaver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("langchain_core")
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_lazy_rag import (
     ChatLazyRAG,
@@ -129,6 +131,26 @@ def test_upsert_replaces_and_delete_forgets(store: LazyRAGVectorStore) -> None:
     store.add_texts(["a", "b"])
     store.delete()
     assert store.runtime.find() == []
+
+
+async def test_deleting_what_is_not_there_is_no_failure(store: LazyRAGVectorStore) -> None:
+    """A record manager may know documents that were deleted behind its back; LangChain's indexing takes False for a
+    failed deletion."""
+    manager = InMemoryRecordManager(namespace="here")
+    manager.create_schema()
+    options: dict[str, Any] = {"cleanup": "full", "source_id_key": "s", "key_encoder": "sha256"}
+    tea, milk = (Document(page_content=text, metadata={"s": text}) for text in ("tea", "milk"))
+    assert index([tea, milk], manager, store, **options)["num_added"] == 2
+    store.delete()
+    assert index([tea], manager, store, **options)["num_deleted"] == 1
+    assert (await aindex([], manager, store, **options))["num_deleted"] == 1
+    for gone in ([], ["nope"], ["nope", "neither"]):
+        assert store.delete(gone) is True
+        assert await store.adelete(gone) is True
+    store.add_documents([tea], ids=["t"])
+    with pytest.raises(LazyRAGError, match=r"a list of ids: \['t'\]"):
+        store.delete("t")  # type: ignore[arg-type]
+    assert await store.adelete(["t", "nope"]) is True and store.runtime.find() == []
 
 
 def test_nothing_is_written_when_something_is_wrong(store: LazyRAGVectorStore) -> None:

@@ -47,6 +47,7 @@ from llama_index.llms.lazy_rag import (
     LazyRAGSynthesizer,
     use_in_llama_index,
 )
+from llama_index.llms.lazy_rag.llm import read_object
 from pydantic import BaseModel, Field, field_validator
 
 from lazy_rag import LazyRAGError, Runtime, SamplingParams
@@ -579,8 +580,37 @@ def test_the_four_structured_methods(runtime: Runtime, events: Events) -> None:
     )
     made = by_tools.structured_predict(Tower, prompt, place="Paris")
     assert isinstance(made, Tower)
+    cut = llm.chat([ChatMessage(role="user", content="Go.")], max_tokens=4)
+    with pytest.raises(LazyRAGError, match=r"no Tower \(it was cut off at 4 tokens: raise max_tokens, of the LLM"):
+        read_object(Tower, cut)
     with pytest.raises(LazyRAGError, match="no Even"):
         llm.structured_predict(Even, prompt, place="Paris")
+
+
+class Odd(BaseModel):
+    """What JSON has no form of its own for."""
+
+    tags: set[int] = Field(max_length=4)
+    data: bytes = Field(max_length=6)
+    inner: list[Tower] = Field(max_length=2)
+
+
+def test_sets_and_bytes_of_classes_and_tools(runtime: Runtime) -> None:
+    llm = llm_of(runtime, max_tokens=150, temperature=1.5, seed=0)
+    prompt = PromptTemplate("Odd?")
+    wanted = llm.structured_predict(Odd, prompt)
+    assert isinstance(wanted.tags, set) and isinstance(wanted.data, bytes)
+    assert list(llm.stream_structured_predict(Odd, prompt))[-1] == wanted
+    assert asyncio.run(llm.astructured_predict(Odd, prompt)) == wanted
+
+    def mark(**fields: Any) -> str:
+        """Mark something."""
+        return "done"
+
+    tool = FunctionTool.from_defaults(fn=mark, fn_schema=Odd)
+    (selection,) = llm.get_tool_calls_from_response(llm.chat_with_tools([tool], "Mark it.", tool_required=True))
+    assert set(selection.tool_kwargs) == {"tags", "data", "inner"}
+    assert all(set(tower) == {"name", "height"} for tower in selection.tool_kwargs["inner"])
 
 
 def test_tools_are_called_with_valid_arguments(runtime: Runtime) -> None:
