@@ -220,9 +220,7 @@ def test_masks_come_before_top_k_and_log_probabilities_stay_the_models_own(runti
 
 def test_a_cut_answer_raises_a_typed_error_instead_of_half_json(runtime: Runtime) -> None:
     answer = runtime.generate("Who?", sampling=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
-    with pytest.raises(
-        IncompleteAnswerError, match=r"cut off at 4 tokens, behind a prompt of \d+. Raise max_tokens"
-    ):
+    with pytest.raises(IncompleteAnswerError, match=r"cut off at 4 tokens, behind a prompt of \d+. Raise max_tokens"):
         answer.json()
     stopped = SamplingParams(json_schema=PERSON, max_tokens=90, stop='"age"', temperature=0)
     with pytest.raises(IncompleteAnswerError, match="stop strings"):

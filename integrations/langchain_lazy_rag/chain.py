@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from langchain_core.documents import Document
@@ -11,6 +10,8 @@ from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage, co
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+
+from lazy_rag import LazyRAGError
 
 
 def create_lazy_rag_chain(
@@ -26,19 +27,28 @@ def create_lazy_rag_chain(
         retriever: a retriever, which is asked with `input`, or any runnable from the chain's input to documents.
         system: the system message; None leaves it to the chat template.
     """
+    if not isinstance(retriever, Runnable):
+        raise LazyRAGError(f"the chain takes a retriever, store.as_retriever() say, not a {type(retriever).__name__}")
     found: Runnable[Any, list[Document]] = (
-        itemgetter("input") | retriever if isinstance(retriever, BaseRetriever) else retriever
+        RunnableLambda(_question) | retriever if isinstance(retriever, BaseRetriever) else retriever
     )
 
     def messages(values: dict[str, Any]) -> list[BaseMessage]:
         history = convert_to_messages(values.get("chat_history") or [])
         blocks = context_blocks(distinct(values["context"]))
-        question = HumanMessage(content=[*blocks, {"type": "text", "text": values["input"]}])
+        question = HumanMessage(content=[*blocks, {"type": "text", "text": _question(values)}])
         return [*([] if system is None else [SystemMessage(system)]), *history, question]
 
     answer = RunnableLambda(messages) | llm | StrOutputParser()
     chain = RunnablePassthrough.assign(context=found.with_config(run_name="retrieve_documents")).assign(answer=answer)
     return chain.with_config(run_name="lazy_rag_chain")
+
+
+def _question(values: Mapping[str, Any]) -> str:
+    question = values.get("input")
+    if not isinstance(question, str):
+        raise LazyRAGError('the chain takes a mapping with the question as "input": invoke({"input": "..."})')
+    return question
 
 
 def distinct(documents: Sequence[Document]) -> list[Document]:

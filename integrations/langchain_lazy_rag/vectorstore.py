@@ -71,6 +71,8 @@ class LazyRAGVectorStore(VectorStore):
         Raises LazyRAGError, with nothing written, for an empty text and for metadata that JSON cannot hold.
         """
         _refuse(kwargs)
+        if isinstance(texts, str):
+            raise LazyRAGError("add_texts takes a list of texts; for one text pass [text]")
         listed = list(texts)
         given = [dict(m) for m in metadatas] if metadatas is not None else [{} for _ in listed]
         names = list(ids) if ids is not None else [None] * len(listed)
@@ -115,6 +117,8 @@ class LazyRAGVectorStore(VectorStore):
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """`add_texts` for documents, under their own ids where they have some. The documents are not changed."""
+        if isinstance(documents, Document) or not all(isinstance(document, Document) for document in documents):
+            raise LazyRAGError("add_documents takes a list of Documents; for texts there is add_texts")
         ids = kwargs.pop("ids", None)
         return self.add_texts(
             [document.page_content for document in documents],

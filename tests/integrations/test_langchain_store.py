@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ pytest.importorskip("langchain_core")
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
+from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_lazy_rag import (
     ChatLazyRAG,
@@ -93,6 +94,23 @@ def test_a_text_of_several_documents_stands_once_in_the_chains_prompt(rt: Runtim
     assert chain.invoke({"input": "Which tea?"})["context"] == documents
     uses = [use.chunk_id for use in rt.last_answer.receipt.chunks if use.offset]
     assert uses == [hit.chunk_id for hit in rt.retrieve("Which tea?", k=2)]
+
+
+def test_single_values_and_wrong_objects_are_refused(store: LazyRAGVectorStore) -> None:
+    """A text alone was taken for a list of its letters."""
+    document: Any = Document(page_content="tea")
+    text: Any = "tea"
+    for add, wrong in ((store.add_texts, text), (store.add_documents, document), (store.add_documents, [text])):
+        with pytest.raises(LazyRAGError, match="takes a list of"):
+            add(wrong)
+    model, anything = ChatLazyRAG(runtime=store.runtime, max_tokens=2), cast(Any, store)
+    with pytest.raises(LazyRAGError, match=r"takes a retriever, store.as_retriever\(\) say, not a LazyRAGVectorStore"):
+        create_lazy_rag_chain(model, anything)
+    for retriever in (store.as_retriever(), RunnableLambda(lambda _: [document])):
+        for wrong in ({"question": "tea?"}, {"input": ["tea?"]}):
+            with pytest.raises(LazyRAGError, match='the question as "input"'):
+                create_lazy_rag_chain(model, retriever).invoke(wrong)
+    assert store.runtime.find() == []
 
 
 @pytest.mark.parametrize("text", ["  tea \n", "tea", "\u00a0tea\u2003", "te\r\na\r\n"])

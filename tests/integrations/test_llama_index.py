@@ -45,6 +45,7 @@ from llama_index.llms.lazy_rag import (
     LazyRAGQueryEngine,
     LazyRAGRetriever,
     LazyRAGSynthesizer,
+    LazyRAGVectorStore,
     use_in_llama_index,
 )
 from llama_index.llms.lazy_rag.llm import read_object
@@ -585,6 +586,27 @@ def test_the_four_structured_methods(runtime: Runtime, events: Events) -> None:
         read_object(Tower, cut)
     with pytest.raises(LazyRAGError, match="no Even"):
         llm.structured_predict(Even, prompt, place="Paris")
+
+
+@pytest.mark.parametrize(
+    "kind", [LazyRAGLLM, LazyRAGVectorStore, LazyRAGRetriever, LazyRAGEmbedding, LazyRAGPrefill, use_in_llama_index]
+)
+def test_what_is_no_runtime_is_refused_at_once(kind: Any) -> None:
+    for wrong in ("smollm2-135m", object()):
+        with pytest.raises(LazyRAGError, match=f"takes a lazy_rag Runtime, not a {type(wrong).__name__}: "):
+            kind(wrong)
+
+
+def test_unknown_fields_and_wrong_objects_are_refused(runtime: Runtime) -> None:
+    for make in (LazyRAGLLM, LazyRAGQueryEngine.from_runtime, LazyRAGChatEngine.from_runtime, use_in_llama_index):
+        with pytest.raises(LazyRAGError, match=r"no field 'max_token': it takes .*max_tokens"):
+            make(runtime, max_token=5)  # type: ignore[operator]
+    with pytest.raises(LazyRAGError, match=r"needs a LazyRAGLLM, not Runtime: LazyRAGSynthesizer\(LazyRAGLLM\("):
+        LazyRAGSynthesizer(runtime)
+    for nodes in (TextNode(text="a"), ["a"]):
+        with pytest.raises(LazyRAGError, match="a list of nodes"):
+            LazyRAGVectorStore(runtime).add(nodes)  # type: ignore[arg-type]
+    assert isinstance(LazyRAGLLM.from_dict(LazyRAGLLM(runtime, model="m", max_tokens=5).to_dict()), LazyRAGLLM)
 
 
 class Odd(BaseModel):

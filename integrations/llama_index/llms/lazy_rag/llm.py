@@ -31,6 +31,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
+from llama_index.llms.lazy_rag.checks import require_runtime
 from llama_index.llms.lazy_rag.events import ChunkCacheHitEvent, HintedTexts, install_hints, node_texts
 from llama_index.llms.lazy_rag.messages import arguments_of, from_answer, raw_of, to_messages
 
@@ -71,8 +72,14 @@ class LazyRAGLLM(FunctionCallingLLM):
     def __init__(self, runtime: Runtime | None = None, **fields: Any) -> None:
         if runtime is None and not fields.get("model"):
             raise LazyRAGError("LazyRAGLLM needs a runtime, or the model to load: LazyRAGLLM(Runtime(...))")
+        unknown = fields.keys() - type(self).model_fields.keys()
+        if unknown:
+            raise LazyRAGError(
+                f"LazyRAGLLM has no field {', '.join(map(repr, sorted(unknown)))}: "
+                f"it takes {', '.join(sorted(type(self).model_fields))}"
+            )
         super().__init__(**fields)
-        self._runtime = runtime
+        self._runtime = None if runtime is None else require_runtime(runtime, "LazyRAGLLM")
         install_hints()
 
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
+from llama_index.llms.lazy_rag.checks import require_runtime
 from llama_index.llms.lazy_rag.nodes import to_filter, to_node
 
 from lazy_rag import Runtime
@@ -28,7 +29,7 @@ class LazyRAGRetriever(BaseRetriever):
         namespace: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._runtime = runtime
+        self._runtime = require_runtime(runtime, "LazyRAGRetriever")
         self._top_k = similarity_top_k
         self._filter = to_filter(filters)
         self._namespace = namespace

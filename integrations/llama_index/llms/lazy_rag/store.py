@@ -17,6 +17,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
+from llama_index.llms.lazy_rag.checks import require_runtime
 from llama_index.llms.lazy_rag.nodes import NODE_ID, REF_DOC_ID, node_metadata, to_filter, to_node
 
 from lazy_rag import LazyRAGError, Runtime, Source
@@ -41,7 +42,7 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
 
     def __init__(self, runtime: Runtime, *, namespace: str | None = None) -> None:
         super().__init__(namespace=namespace)  # type: ignore[call-arg]
-        self._runtime = runtime
+        self._runtime = require_runtime(runtime, "LazyRAGVectorStore")
 
     @classmethod
     def class_name(cls) -> str:
@@ -59,7 +60,10 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
         Their embeddings are used if all have one, scaled to length 1, else the runtime embeds the texts. A text that is
         stored already keeps the vector it has.
         """
-        nodes = list({node.node_id: node for node in nodes}.values())
+        given = list(nodes)
+        if not all(isinstance(node, BaseNode) for node in given):
+            raise LazyRAGError("add takes a list of nodes: those of an index, or [TextNode(text=...)]")
+        nodes = list({node.node_id: node for node in given}.values())
         if not nodes:
             return []
         vectors = [node.embedding for node in nodes]

@@ -52,10 +52,13 @@ class LazyRAGSynthesizer(BaseSynthesizer):
     ) -> None:
         if on_empty not in ("refuse", "answer"):
             raise LazyRAGError(f'on_empty={on_empty!r} is not "refuse" or "answer"')
-        super().__init__(llm=llm or Settings.llm, **kwargs)
-        inner = self._llm.llm if isinstance(self._llm, StructuredLLM) else self._llm
+        llm = llm or Settings.llm
+        inner = llm.llm if isinstance(llm, StructuredLLM) else llm
         if not isinstance(inner, LazyRAGLLM):
-            raise LazyRAGError(f"LazyRAGSynthesizer needs a LazyRAGLLM, not {type(inner).__name__}")
+            raise LazyRAGError(
+                f"LazyRAGSynthesizer needs a LazyRAGLLM, not {type(inner).__name__}: LazyRAGSynthesizer(LazyRAGLLM(rt))"
+            )
+        super().__init__(llm=llm, **kwargs)
         self._lazy_llm = inner
         self._template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._on_empty = on_empty
