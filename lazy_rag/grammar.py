@@ -33,7 +33,8 @@ _KEPT = 64  # compiled grammars
 # the shortest end is looked for again after so many tokens, after every one that may open or close something, and
 # whenever it is so near
 _CHECK_EVERY, _CHECK_WITHIN = 16, 8
-_SCHEMAS = re.compile(r"^\w+: %json (\{.*\})$", re.MULTILINE)  # of a Lark grammar, as `tools.py` writes them
+# the schemas of tools' calls in a grammar of `tools.py`, with the names of the tools
+_TOOLS = re.compile(r'^body\d+: %json (?=.*?"name": \{"const": ("[^"]*")\})(\{.*\})$', re.MULTILINE)
 _STRUCTURE = re.compile(rb'[][{}":,]')
 
 
@@ -165,15 +166,10 @@ class Grammars:
 def _faults(text: str) -> list[str]:
     """What is wrong with the schemas of a grammar that cannot be compiled."""
     if text.startswith("{"):
-        schemas = [part["json_schema"] for part in json.loads(text)["grammars"] if part.get("json_schema")]
+        schemas = [("", part["json_schema"]) for part in json.loads(text)["grammars"] if part.get("json_schema")]
     else:
-        schemas = [json.loads(found) for found in _SCHEMAS.findall(text)]
-    faults = []
-    for schema in schemas:
-        if _refused(schema) is not None:
-            tool = schema.get("properties", {}).get("name", {}).get("const")
-            faults.append(f"{'' if tool is None else f'tool {tool!r}, '}{fault(schema, _refused)}")
-    return faults
+        schemas = [(f"tool {name}, ", json.loads(found)) for name, found in _TOOLS.findall(text)]
+    return [f"{of}{fault(schema, _refused)}" for of, schema in schemas if _refused(schema) is not None]
 
 
 def _refused(schema: dict[str, Any]) -> str | None:

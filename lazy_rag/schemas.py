@@ -78,7 +78,7 @@ def fault(schema: Schema, refused: Callable[[Schema], str | None]) -> str:
     Args:
         refused: why a schema cannot be used; None when it can.
     """
-    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    definitions = {key: schema[key] for key in _DEFINITIONS if isinstance(schema.get(key), dict)}
     # what is at fault itself comes before what refers to something that is: recursive classes refer to themselves
     empty: Schema = {key: {name: {} for name in named} for key, named in definitions.items()}
     place, part, seen = "", schema, {id(schema)}
@@ -101,10 +101,13 @@ def _subschemas(part: Schema, root: Schema) -> Iterator[tuple[str, Schema]]:
     target = part.get("$ref")
     for key in _DEFINITIONS:
         name = target.removeprefix(f"#/{key}/") if isinstance(target, str) else None
-        if name in root.get(key, ()):
-            yield "", root[key][name]
+        named = root.get(key)
+        if isinstance(named, dict) and isinstance(named.get(name), dict):
+            yield "", named[name]
     for key in ("properties", "patternProperties", "dependentSchemas"):
-        yield from ((f".{name}", sub) for name, sub in part.get(key, {}).items() if isinstance(sub, dict))
+        named = part.get(key)
+        if isinstance(named, dict):
+            yield from ((f".{name}", sub) for name, sub in named.items() if isinstance(sub, dict))
     for key in (*_ONE, *_LISTED):
         value = part.get(key)
         step = "[]" if key in ("items", "prefixItems", "contains") else ""

@@ -293,8 +293,27 @@ def test_what_no_grammar_can_hold_is_told_with_its_place_and_a_remedy(
     sound = {"name": "sound", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
     odd = {"name": "odd", "parameters": {"type": "object", "properties": {"field": schema}}}
     if "$defs" not in schema:  # references start at the root
-        with pytest.raises(ConfigError, match=r"used: tool 'odd', at 'arguments\.field"):
+        with pytest.raises(ConfigError, match=r'used: tool "odd", at \'arguments\.field'):
             runtime.chat("Go.", tools=[sound, odd], tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [], "items": 3},
+        {"$defs": [], "properties": {"a": SET}},
+        {"$defs": {"x": 3}, "$ref": "#/$defs/x"},
+        {"$ref": "#/$defs/nowhere", "items": {"$ref": 4}},
+        {"type": "object", "properties": {"name": {"const": "cat"}, "lives": SET}},
+    ],
+)
+def test_malformed_schemas_are_refused_in_words(runtime: Runtime, schema: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"the grammar cannot be used: (?!tool)"):
+        runtime.generate("Go.", sampling=SamplingParams(json_schema=schema))
+    with pytest.raises(ConfigError, match="the grammar cannot be used"):
+        runtime.chat("Go.", tools=[{"name": "f", "parameters": {**schema, "type": "object"}}], tool_choice="f")
+    with pytest.raises(ConfigError, match="the grammar cannot be used"):
+        runtime.generate("Go.", sampling=SamplingParams(grammar='start: body0\nbody0: %json {"type"}'))
 
 
 def test_formats_of_any_text_are_no_condition(runtime: Runtime) -> None:
