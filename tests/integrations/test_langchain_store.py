@@ -103,6 +103,9 @@ def test_single_values_and_wrong_objects_are_refused(store: LazyRAGVectorStore) 
     for add, wrong in ((store.add_texts, text), (store.add_documents, document), (store.add_documents, [text])):
         with pytest.raises(LazyRAGError, match="takes a list of"):
             add(wrong)
+    for kind in (LazyRAGVectorStore, LazyRAGEmbeddings):
+        with pytest.raises(LazyRAGError, match="takes a lazy_rag Runtime: "):
+            kind(text)
     model, anything = ChatLazyRAG(runtime=store.runtime, max_tokens=2), cast(Any, store)
     with pytest.raises(LazyRAGError, match=r"takes a retriever, store.as_retriever\(\) say, not a LazyRAGVectorStore"):
         create_lazy_rag_chain(model, anything)
