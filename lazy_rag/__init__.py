@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lazy_rag.answer import Answer, Explanation, Receipt, Sample, Source
-    from lazy_rag.catalog import Hit
+    from lazy_rag.catalog import Hit, check_metadata
     from lazy_rag.errors import (
         ContextOverflowError,
         DeadlineExceededError,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lazy_rag.prompt import Message
     from lazy_rag.runtime import Runtime
     from lazy_rag.sampling import SamplingParams
+    from lazy_rag.schemas import class_schema
     from lazy_rag.tools import ToolCall
 
 __version__ = "0.1.0"
@@ -47,6 +48,8 @@ _HOMES = {
     "Segment": "layout",
     "Source": "answer",
     "ToolCall": "tools",
+    "check_metadata": "catalog",
+    "class_schema": "schemas",
 }
 __all__ = [
     "Answer",
@@ -70,6 +73,8 @@ __all__ = [
     "Segment",
     "Source",
     "ToolCall",
+    "check_metadata",
+    "class_schema",
 ]
 
 
