@@ -16,11 +16,13 @@ if TYPE_CHECKING:
         EmptyQuestionError,
         LazyRAGError,
     )
+    from lazy_rag.filters import check_metadata
     from lazy_rag.keys import ChunkId
     from lazy_rag.layout import ChunkRange, LayoutBuilder, Live, PromptLayout, Segment
     from lazy_rag.prompt import Message
     from lazy_rag.runtime import Runtime
     from lazy_rag.sampling import SamplingParams
+    from lazy_rag.schemas import class_schema
     from lazy_rag.tools import ToolCall
 
 __version__ = "0.1.0"
@@ -47,6 +49,8 @@ _HOMES = {
     "Segment": "layout",
     "Source": "answer",
     "ToolCall": "tools",
+    "check_metadata": "filters",
+    "class_schema": "schemas",
 }
 __all__ = [
     "Answer",
@@ -70,6 +74,8 @@ __all__ = [
     "Segment",
     "Source",
     "ToolCall",
+    "check_metadata",
+    "class_schema",
 ]
 
 

@@ -143,10 +143,18 @@ class Answer:
         try:
             return json.loads(self.text)
         except ValueError as error:
-            raise IncompleteAnswerError(
-                f"the answer is no complete JSON (finish_reason {self.finish_reason!r}): ask with "
-                "SamplingParams(json_schema=...), leave stop strings out, or raise max_tokens"
-            ) from error
+            raise IncompleteAnswerError(f"the answer is no complete JSON: {self._ending()}") from error
+
+    def _ending(self) -> str:
+        count, prompt = len(self.token_ids), len(self.layout)
+        if self.finish_reason == "length":
+            return (
+                f"it was cut off at {count} tokens, behind a prompt of {prompt}. Raise max_tokens; where both fill the "
+                "context, shorten the prompt. With json_schema an answer is complete within max_tokens"
+            )
+        if self.finish_reason == "cancelled":
+            return f"it was cancelled after {count} tokens"
+        return f"it ended after {count} tokens. Ask with json_schema, and leave stop strings out: they cut it"
 
     def __str__(self) -> str:
         return self.text

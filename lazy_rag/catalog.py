@@ -66,7 +66,7 @@ class ChunkRecord:
 class Hit:
     """One search result. `score` is the cosine similarity in [-1, 1], higher is better. `document_id`, `ordinal` (place
     of the chunk in its document), `siblings` (how many chunks that document has, this one included) and `metadata`
-    belong to the oldest matching occurrence of the chunk."""
+    belong to the oldest matching occurrence of the chunk, unless every document was asked for."""
 
     chunk_id: str
     text: str
@@ -337,6 +337,26 @@ class Catalog:
         ).fetchall()
         pairs = np.array(found, dtype=np.int64).reshape(-1, 2)
         return np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+
+    def documents_of(self, vector_id: int, namespace: str, where: Filter | None, limit: int) -> list[int]:
+        """The first row ids of a chunk that pass the filter, ascending: one for each document that is this chunk alone,
+        and one for all longer documents that hold it."""
+        rows: list[int] = []
+        longer = False
+        found = self._db.execute(
+            "SELECT r.row_id, EXISTS (SELECT 1 FROM rows s WHERE s.document_key = r.document_key AND "
+            "s.row_id <> r.row_id) FROM rows r JOIN documents d USING (document_key) "
+            f"WHERE r.vector_id = ? AND d.namespace = ? AND {where.sql if where else '1'} ORDER BY r.row_id",
+            (vector_id, namespace, *(where.parameters if where else ())),
+        )
+        for row_id, among_others in found:
+            if not (among_others and longer):
+                rows.append(row_id)
+            longer |= bool(among_others)
+            if len(rows) == limit:
+                break
+        found.close()  # what is not read to its end would hold the database
+        return rows
 
     def find(self, namespace: str, where: Filter | None, ids: Sequence[str] | None) -> list[Hit]:
         """Every chunk of every document (of those documents or chunks named) that passes the filter; no score."""

@@ -21,23 +21,66 @@ def _quoted(key: str) -> str:
     return quote(key, safe="", errors="surrogatepass")
 
 
-def encode_metadata(metadata: Mapping[str, Any]) -> str:
-    """Metadata as stored text. Raises RetrieverError for keys that are no strings and values JSON cannot hold."""
+def check_metadata(metadata: Any, of: str = "") -> None:
+    """Raises RetrieverError for metadata that cannot be stored: what is no mapping, keys that are no strings, values
+    that JSON cannot hold. The message says where, and what to use instead. `of`: what the metadata belongs to."""
+    of = f"{of}: " if of else ""
     if not isinstance(metadata, Mapping):
-        raise RetrieverError(f"metadata must be a mapping, not {type(metadata).__name__}")
-    parts = {}
+        raise RetrieverError(f"{of}metadata must be a mapping, not {type(metadata).__name__}")
     for key, value in metadata.items():
         if not isinstance(key, str):
-            raise RetrieverError(f"metadata keys must be strings, not {key!r}")
+            raise RetrieverError(f"{of}metadata keys must be strings, not {key!r}: use {str(key)!r}")
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise RetrieverError(
-                f"metadata {key!r} cannot be stored ({error}); "
-                "use strings, finite numbers, booleans, None, lists and dicts"
-            ) from error
-        parts[_quoted(key)] = value
-    return json.dumps(parts)
+            place, remedy = _unstorable(value) or (None, str(error))
+            raise RetrieverError(f"{of}metadata {key!r}{place or ''} cannot be stored: {remedy}") from error
+
+
+def _unstorable(value: Any, depth: int = 0) -> tuple[str | None, str] | None:
+    """Where in a value JSON cannot go on (None: everywhere), and what to use instead."""
+    if depth > _MAX_DEPTH:
+        return None, "it is nested too deep, or holds itself"
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str | int | float | None)]
+        if wrong:
+            return "", f"its key {wrong[0]!r} is no string: use {str(wrong[0])!r}"
+        inner = value.items()
+    elif isinstance(value, list | tuple):
+        inner = enumerate(value)
+    elif isinstance(value, float):
+        return None if math.isfinite(value) else ("", f"{value} is no finite number: use None, or leave the key out")
+    elif isinstance(value, int):
+        return None if value.bit_length() < 1024 else ("", "the number has too many digits: use a string")
+    elif not isinstance(value, str | None):
+        return "", f"JSON has no {type(value).__name__}: use {_instead(value)}"
+    for key, part in inner:
+        found = _unstorable(part, depth + 1)
+        if found is not None:
+            place, remedy = found
+            return None if place is None else f"[{key!r}]{place}", remedy
+    return None
+
+
+def _instead(value: Any) -> str:
+    if hasattr(value, "isoformat"):  # dates and times
+        return "value.isoformat()"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "a text, as by bytes(value).hex()"
+    if hasattr(value, "tolist"):  # numbers and arrays of NumPy, tensors
+        return "value.tolist()"
+    if isinstance(value, Mapping):
+        return "dict(value)"
+    if isinstance(value, Iterable):  # sets among them
+        return "list(value)"
+    return "str(value), or numbers, booleans, None, lists and dicts"
+
+
+def encode_metadata(metadata: Mapping[str, Any], of: str = "") -> str:
+    """Metadata as stored text. Raises as `check_metadata` does."""
+    check_metadata(metadata, of)
+    return json.dumps({_quoted(key): value for key, value in metadata.items()})
 
 
 def decode_metadata(stored: str) -> dict[str, Any]:

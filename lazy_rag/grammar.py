@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lazy_rag.errors import ConfigError, EngineError, MissingExtraError
+from lazy_rag.schemas import fault, plain_schema
 from lazy_rag.tokens import TextTokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ _KEPT = 64  # compiled grammars
 # the shortest end is looked for again after so many tokens, after every one that may open or close something, and
 # whenever it is so near
 _CHECK_EVERY, _CHECK_WITHIN = 16, 8
+# the schemas of tools' calls in a grammar of `tools.py`, with the names of the tools
+_TOOLS = re.compile(r'^body\d+: %json (?=.*?"name": \{"const": ("[^"]*")\})(\{.*\})$', re.MULTILINE)
 _STRUCTURE = re.compile(rb'[][{}":,]')
 
 
@@ -52,7 +55,8 @@ def grammar_text(sampling: SamplingParams) -> str | None:
     try:
         if sampling.json_schema is not None:
             options = {"whitespace_pattern": WHITESPACE}
-            return str(matcher.grammar_from_json_schema(sampling.json_schema, overrides=options))
+            schema = plain_schema(json.loads(str(sampling.json_schema)))
+            return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
         if sampling.regex is not None:
             return str(matcher.grammar_from_regex(sampling.regex))
         return str(matcher.grammar_from_lark(sampling.grammar))
@@ -87,8 +91,11 @@ class Grammars:
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._held: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
 
-    def require(self, sampling: SamplingParams) -> Compiled | None:
+    def require(self, sampling: SamplingParams, room: int | None = None) -> Compiled | None:
         """The compiled grammar, to be held as long as the request is under way: compiling must not hold up the engine.
+
+        Args:
+            room: what the prompt leaves of the context, in tokens; `max_tokens` is at most that.
 
         Raises ConfigError for a grammar that cannot be compiled, or that no answer of `max_tokens` can follow.
         """
@@ -100,7 +107,10 @@ class Grammars:
             return compiled
         needed = constraint.shortest(4 * sampling.max_tokens + 64)
         tokens = "more tokens" if needed is None else f"{len(needed)} tokens"
-        raise ConfigError(f"max_tokens={sampling.max_tokens} is too small: what the grammar asks for takes {tokens}")
+        asked = f"what the grammar asks for takes {tokens}"
+        if room == sampling.max_tokens:
+            raise ConfigError(f"the prompt leaves room for {room} tokens, {asked}: shorten the prompt")
+        raise ConfigError(f"max_tokens={sampling.max_tokens} is too small: {asked}")
 
     def constraint(self, sampling: SamplingParams) -> Constraint | None:
         """A fresh constraint for one answer; None when nothing constrains it."""
@@ -149,8 +159,27 @@ class Grammars:
         llguidance = library()
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
         if failed:
-            raise ConfigError(f"the grammar cannot be used: {messages[0]}")
+            raise ConfigError(f"the grammar cannot be used: {'; '.join(_faults(text)) or messages[0]}")
         return llguidance.LLMatcher(self._tokenizer, text)
+
+
+def _faults(text: str) -> list[str]:
+    """What is wrong with the schemas of a grammar that cannot be compiled."""
+    if text.startswith("{"):
+        schemas = [("", part["json_schema"]) for part in json.loads(text)["grammars"] if part.get("json_schema")]
+    else:
+        schemas = [(f"tool {name}, ", json.loads(found)) for name, found in _TOOLS.findall(text)]
+    return [f"{of}{fault(schema, _refused)}" for of, schema in schemas if _refused(schema) is not None]
+
+
+def _refused(schema: dict[str, Any]) -> str | None:
+    """Why a schema cannot be used, if it cannot."""
+    matcher = library().LLMatcher
+    try:
+        failed, messages = matcher.validate_grammar_with_warnings(matcher.grammar_from_json_schema(json.dumps(schema)))
+    except ValueError as error:  # half a surrogate pair among them
+        return str(error)
+    return str(messages[0]) if failed else None
 
 
 class TokenKinds:
@@ -329,18 +358,3 @@ def _kind(text: str) -> str:
     if last.isspace():
         return "space"
     return ("upper" if last.isupper() else "lower") if last.isalpha() else "other"
-
-
-def schema_text(schema: Any) -> str:
-    """A JSON schema as text. Raises ConfigError for what is none."""
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise ConfigError(f"json_schema is not JSON: {error}") from error
-    if not isinstance(schema, dict):
-        raise ConfigError(f"json_schema must be a mapping or its JSON text, got {type(schema).__name__}")
-    try:
-        return json.dumps(schema, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"json_schema cannot be written as JSON: {error}") from error

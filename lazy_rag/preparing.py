@@ -123,13 +123,18 @@ class Preparer:
         return self._parts.chunker.chunk(record, as_of), record
 
     def retrieve(
-        self, query: str | Sequence[float], k: int, condition: Mapping[str, Any] | None, namespace: str | None
+        self,
+        query: str | Sequence[float],
+        k: int,
+        condition: Mapping[str, Any] | None,
+        namespace: str | None,
+        per_document: bool = False,
     ) -> list[Hit]:
-        if not isinstance(query, str):
-            return self._retriever.search(np.asarray(query), k, namespace=self.space(namespace), filter=condition)
-        if not query.strip():
+        if isinstance(query, str) and not query.strip():
             raise EmptyQuestionError("the question has no text")
-        return self._retriever.search(query, k, namespace=self.space(namespace), filter=condition)
+        asked = query if isinstance(query, str) else np.asarray(query)
+        space = self.space(namespace)
+        return self._retriever.search(asked, k, namespace=space, filter=condition, per_document=per_document)
 
     def query(self, question: str, k: int, options: QueryOptions) -> Prepared:
         """A question with the chunks found for it. What was found is used even if it is deleted meanwhile."""
@@ -268,7 +273,7 @@ class Preparer:
             )
         sampling = self._sampling(options)
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        grammar = self._parts.grammars.require(sampling)
+        grammar = self._parts.grammars.require(sampling, room)
         # dropped pieces are the last ones, so what is left of the sources are the first
         kept = sources[: len(sources) - len(layout.dropped)]
         return Prepared(layout, sampling, tuple(kept), 0.0, *_urgency(options), grammar=grammar)

@@ -124,7 +124,9 @@ class Retriever:
         """`upsert` of several (document id, chunks, metadata): one transaction, one embedding run, one progress bar.
         A document without chunks needs `namespace`; its earlier version is removed and nothing is stored. `vectors`:
         one row for every chunk, in order."""
-        writes = [_document_write(*document, namespace) for document in documents]
+        writes = [
+            _document_write(*document, namespace, f" at index {index}") for index, document in enumerate(documents)
+        ]
         keys = [(write.namespace, write.document_id) for write in writes]
         if len(set(keys)) != len(keys):
             raise RetrieverError("the same document id occurs twice in one call")
@@ -154,10 +156,11 @@ class Retriever:
         *,
         namespace: str,
         filter: Mapping[str, Any] | None = None,
+        per_document: bool = False,
     ) -> list[Hit]:
         """The `k` most similar distinct chunks of a namespace, best first; equal scores in order of row ids. Fewer than
         `k` only when fewer match. `query`: a text, or a vector `[d]`. `filter`: see `filters.compile_filter`; it is
-        applied before ranking.
+        applied before ranking. `per_document`: see `Catalog.documents_of`; a chunk's documents in order of row ids.
 
         Raises RetrieverError (no embedder, bad `k`, filter or vector) and EmptyCorpusError."""
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k <= 0:
@@ -171,7 +174,7 @@ class Retriever:
             vector = self._embedder.embed_query(query)
         else:
             vector = self._checked_vectors(query, 1)[0]
-        return self._call(lambda: self._search(vector, int(k), namespace, where))
+        return self._call(lambda: self._search(vector, int(k), namespace, where, per_document))
 
     @property
     def searched_by(self) -> str:
@@ -449,7 +452,7 @@ class Retriever:
         if not self._catalog.has_chunks(namespace):
             raise EmptyCorpusError(f"nothing has been added to namespace {namespace!r}; add documents first")
 
-    def _search(self, vector: Vectors, k: int, namespace: str, where: Filter | None) -> list[Hit]:
+    def _search(self, vector: Vectors, k: int, namespace: str, where: Filter | None, per_document: bool) -> list[Hit]:
         with self._catalog.reading():
             self._sync()
             self._require_corpus(namespace)
@@ -459,8 +462,23 @@ class Retriever:
             ids, scores = self._index.search(vector, k, members)
             first_rows = rows[np.searchsorted(members, ids)]
             order = np.lexsort((first_rows, -scores))[:k]
-            pairs = zip(first_rows[order].tolist(), scores[order].tolist(), strict=True)
-            return self._catalog.hits([(row, score) for row, score in pairs])
+            pairs = list(zip(first_rows[order].tolist(), scores[order].tolist(), strict=True))
+            if per_document:
+                found = list(zip(ids[order].tolist(), scores[order].tolist(), strict=True))
+                pairs = self._per_document(found, k, namespace, where)
+            return self._catalog.hits(pairs)
+
+    def _per_document(
+        self, found: Sequence[tuple[int, float]], k: int, namespace: str, where: Filter | None
+    ) -> list[tuple[int, float]]:
+        """(row id, score) of up to k documents, from (vector id, score), both best first."""
+        pairs: list[tuple[int, float]] = []
+        for vector_id, score in found:
+            if len(pairs) == k:
+                break
+            rows = self._catalog.documents_of(vector_id, namespace, where, k - len(pairs))
+            pairs += [(row, score) for row in rows]
+        return pairs
 
     def _candidates(self, namespace: str, where: Filter | None) -> tuple[Ids, Ids]:
         if where is not None:
@@ -552,8 +570,9 @@ class Retriever:
 
 
 def _document_write(
-    document_id: str, chunks: Sequence[ChunkRecord], metadata: _Metadata, namespace: str | None
+    document_id: str, chunks: Sequence[ChunkRecord], metadata: _Metadata, namespace: str | None, place: str = ""
 ) -> DocumentWrite:
+    """`place`: where the document stands among those of its call, for messages."""
     if not isinstance(document_id, str) or not document_id:
         raise RetrieverError(f"a document id must be a non-empty string, not {document_id!r}")
     named = [chunk.namespace for chunk in chunks] + ([] if namespace is None else [namespace])
@@ -571,11 +590,12 @@ def _document_write(
         except UnicodeEncodeError as error:
             raise RetrieverError(f"document {document_id!r} holds half a surrogate pair: {error}") from error
     if isinstance(metadata, Mapping):
-        encoded = (encode_metadata(metadata),) * len(chunks)
+        encoded = (encode_metadata(metadata, f"document {document_id!r}{place}"),) * len(chunks)
     else:
         if isinstance(metadata, str) or not isinstance(metadata, Iterable):
             raise RetrieverError(f"the metadata of document {document_id!r} must be one mapping, or one per chunk")
-        encoded = tuple(encode_metadata(one) for one in metadata)
+        of = f"document {document_id!r}{place}, chunk at index"
+        encoded = tuple(encode_metadata(one, f"{of} {index}") for index, one in enumerate(metadata))
         if len(encoded) != len(chunks):
             raise RetrieverError(
                 f"document {document_id!r} has {len(encoded)} metadata entries for {len(chunks)} chunks"

@@ -370,12 +370,16 @@ class Runtime:
         *,
         filter: Mapping[str, Any] | None = None,
         namespace: str | None = None,
+        per_document: bool = False,
     ) -> list[Hit]:
         """The k chunks most similar to the query (a text, or a vector of the embedder's), best first; `filter` on
         metadata applies before top-k.
+
+        A chunk of several documents is one hit, with the oldest matching document's metadata. With `per_document` it is
+        one for every matching document that is this chunk alone, oldest first, and one for all longer documents.
         """
         self._require_open()
-        return self._preparer.retrieve(query, k, filter, namespace)
+        return self._preparer.retrieve(query, k, filter, namespace, per_document)
 
     @checked_keywords()
     def find(

@@ -19,7 +19,8 @@ from transformers import (
 
 from lazy_rag.arguments import is_finite
 from lazy_rag.errors import ConfigError, EngineError
-from lazy_rag.grammar import Constraint, schema_text
+from lazy_rag.grammar import Constraint
+from lazy_rag.schemas import schema_text
 
 # Below this temperature the scaled logits overflow float32, and the distribution is one-hot anyway.
 _GREEDY_TEMPERATURE = 1e-5

@@ -15,6 +15,7 @@ from typing import Any
 
 from lazy_rag.errors import ConfigError
 from lazy_rag.grammar import WHITESPACE
+from lazy_rag.schemas import plain_schema
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MOST_CALLS = 8
@@ -106,7 +107,7 @@ class ToolUse:
         if several:
             lines.append(r"NEXT: /\n?/")
         if self.choice == "auto" and self.answer is not None:
-            schema = {**json.loads(self.answer), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+            schema = {**plain_schema(json.loads(self.answer)), "x-guidance": {"whitespace_pattern": WHITESPACE}}
             lines.append(f"answer: %json {json.dumps(schema)}")
         elif self.choice == "auto":
             marker = form.marker
@@ -116,7 +117,7 @@ class ToolUse:
 
     def _body(self, function: Mapping[str, Any]) -> dict[str, Any]:
         # references start at the root, which is one level further out now: definitions move there, others are rewritten
-        parameters = _rooted(function["parameters"], f"#/properties/{self.format.key}")
+        parameters = _rooted(plain_schema(function["parameters"]), f"#/properties/{self.format.key}")
         roots = {key: parameters.pop(key) for key in _DEFINITIONS if key in parameters}
         if "properties" in parameters:
             parameters.setdefault("additionalProperties", False)

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import Base64Bytes, BaseModel, Field
 
-from lazy_rag import Runtime, SamplingParams
+from lazy_rag import Runtime, SamplingParams, class_schema
 from lazy_rag.errors import ConfigError, IncompleteAnswerError, MissingExtraError
 from lazy_rag.grammar import Grammars
 from lazy_rag.sampling import Sampler
@@ -134,6 +135,14 @@ def test_a_budget_no_answer_fits_is_refused_with_the_needed_number(runtime: Runt
         runtime.generate("Who?", sampling=SamplingParams(json_schema=PERSON, max_tokens=10))
 
 
+def test_a_prompt_that_leaves_no_room_for_what_the_grammar_asks_is_told_apart() -> None:
+    with make_runtime(max_context=128) as small:
+        layout = small.layout("word " * 17)
+        told = rf"leaves room for {128 - len(layout)} tokens, .* takes \d+ tokens: shorten the prompt"
+        with pytest.raises(ConfigError, match=told):
+            small.generate(layout, sampling=SamplingParams(json_schema=PERSON, max_tokens=100))
+
+
 @pytest.mark.parametrize(
     ("schema", "kind"),
     [
@@ -211,7 +220,7 @@ def test_masks_come_before_top_k_and_log_probabilities_stay_the_models_own(runti
 
 def test_a_cut_answer_raises_a_typed_error_instead_of_half_json(runtime: Runtime) -> None:
     answer = runtime.generate("Who?", sampling=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
-    with pytest.raises(IncompleteAnswerError, match="length"):
+    with pytest.raises(IncompleteAnswerError, match=r"cut off at 4 tokens, behind a prompt of \d+. Raise max_tokens"):
         answer.json()
     stopped = SamplingParams(json_schema=PERSON, max_tokens=90, stop='"age"', temperature=0)
     with pytest.raises(IncompleteAnswerError, match="stop strings"):
@@ -246,6 +255,102 @@ def test_grammars_that_cannot_be_compiled_are_refused_before_anything_runs(
         runtime.generate("Go.", sampling=SamplingParams(**arguments))
     assert runtime.stats.requests == before
     assert runtime.check() == []
+
+
+class Leaf(BaseModel):
+    raw: Base64Bytes
+
+
+class Branch(BaseModel):
+    name: str
+    leaves: list[Leaf]
+    more: dict[str, Leaf | int] = {}
+    inner: Branch | None = None
+
+
+class Ring(BaseModel):
+    next: Ring | None
+    code: str = Field(pattern=r"^a\b")
+
+
+SET = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    (SET, r"used: Unimplemented keys: \[\"uniqueItems\"\]: leave it out \(in a class, a list for a set\)"),
+    ({"type": "object", "properties": {"a.b": {"anyOf": [{"type": "null"}, SET]}}}, r"used: at 'a.b': Unimplemented"),
+    ({"type": "array", "items": {"type": "object", "properties": {"x": SET}}}, r"used: at '\[\].x': Unimplemented"),
+    ({"type": "object", "additionalProperties": SET}, "used: Unimplemented .*uniqueItems"),
+    (Branch.model_json_schema(), r"used: at 'leaves\[\].raw': Unknown format: base64: leave .* or say it by a pattern"),
+    (Ring.model_json_schema(), "used: at 'code': .*: write the pattern without that"),
+]
+
+
+@pytest.mark.parametrize(("schema", "told"), FAULTS, ids=range(len(FAULTS)))
+def test_what_no_grammar_can_hold_is_told_with_its_place_and_a_remedy(
+    runtime: Runtime, schema: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        runtime.generate("Go.", sampling=SamplingParams(json_schema=schema))
+    sound = {"name": "sound", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    odd = {"name": "odd", "parameters": {"type": "object", "properties": {"field": schema}}}
+    if "$defs" not in schema:  # references start at the root
+        with pytest.raises(ConfigError, match=r'used: tool "odd", at \'arguments\.field'):
+            runtime.chat("Go.", tools=[sound, odd], tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": [], "items": 3},
+        {"$defs": [], "properties": {"a": SET}},
+        {"$defs": {"x": 3}, "$ref": "#/$defs/x"},
+        {"$ref": "#/$defs/nowhere", "items": {"$ref": 4}},
+        {"type": "object", "properties": {"name": {"const": "cat"}, "lives": SET}},
+    ],
+)
+def test_malformed_schemas_are_refused_in_words(runtime: Runtime, schema: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"the grammar cannot be used: (?!tool)"):
+        runtime.generate("Go.", sampling=SamplingParams(json_schema=schema))
+    with pytest.raises(ConfigError, match="the grammar cannot be used"):
+        runtime.chat("Go.", tools=[{"name": "f", "parameters": {**schema, "type": "object"}}], tool_choice="f")
+    with pytest.raises(ConfigError, match="the grammar cannot be used"):
+        runtime.generate("Go.", sampling=SamplingParams(grammar='start: body0\nbody0: %json {"type"}'))
+
+
+def test_formats_of_any_text_are_no_condition(runtime: Runtime) -> None:
+    fields = {name: {"type": "string", "format": name, "maxLength": 9} for name in ("binary", "password", "path")}
+    items = {"type": "array", "items": {"anyOf": [*fields.values()]}, "uniqueItems": False, "minItems": 1}
+    schema = {"type": "object", "properties": {**fields, "items": items}, "required": [*fields, "items"]}
+    before = json.dumps(schema)
+    sampling = SamplingParams(json_schema=schema, max_tokens=150, temperature=1.0, seed=0)
+    assert set(runtime.generate("Go.", sampling=sampling).json()) >= {*fields, "items"}
+    (call,) = runtime.chat(
+        "Go.", tools=[{"name": "f", "parameters": schema}], tool_choice="f", sampling=SamplingParams(max_tokens=250)
+    ).tool_calls  # type: ignore[union-attr]
+    assert set(call.arguments) == {*fields, "items"}
+    assert json.dumps(schema) == before
+
+
+def test_the_schema_of_a_class_is_closed_and_its_sets_are_lists() -> None:
+    class Open(BaseModel, extra="allow"):
+        a: set[int]
+
+    class Whole(BaseModel):
+        uniqueItems: bool  # a field's name is no keyword
+        opened: Open
+        nested: list[Branch | Open]
+        table: dict[str, set[int]]
+
+    given = Whole.model_json_schema()
+    before = json.dumps(given)
+    made = class_schema(given)
+    assert json.dumps(given) == before
+    assert made["additionalProperties"] is False and made["properties"]["uniqueItems"]["type"] == "boolean"
+    assert made["$defs"]["Open"]["additionalProperties"] is True
+    assert made["$defs"]["Branch"]["additionalProperties"] is False
+    assert made["properties"]["table"]["additionalProperties"] == {"items": {"type": "integer"}, "type": "array"}
+    assert '"uniqueItems": true' not in json.dumps(made)
+    parts = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    assert class_schema(parts) == parts  # each part alone would shut out the other
 
 
 def test_without_llguidance_the_error_names_the_extra(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import importlib.util
 import operator
@@ -29,6 +30,7 @@ from lazy_rag.retriever import Change, ChunkRecord, Retriever
 from lazy_rag.vector_index import VectorIndex
 
 DIMENSION = 16
+KS = st.integers(1, 12)
 
 
 class HashModel:
@@ -183,6 +185,41 @@ def test_known_id_with_other_content_is_refused(retriever: Retriever) -> None:
 def test_metadata_that_cannot_be_stored_writes_nothing(retriever: Retriever, metadata: Any) -> None:
     with pytest.raises(RetrieverError):
         retriever.upsert("doc", records("a"), metadata=metadata)
+    assert len(retriever) == 0
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+UNSTORABLE: list[tuple[Any, str]] = [
+    (float("nan"), r"'k' cannot .*: nan is no finite number: use None, or leave the key out"),
+    ([1, -float("inf")], r"'k'\[1\] cannot .*: -inf is no finite number"),
+    (dt.datetime(2020, 1, 2), r"'k' cannot .*: JSON has no datetime: use value.isoformat\(\)"),
+    ({"a": [1, {"b": dt.date(2020, 1, 2)}]}, r"'k'\['a'\]\[1\]\['b'\] cannot .* no date: use value.isoformat"),
+    ({1, 2}, r"'k' cannot .*: JSON has no set: use list\(value\)"),
+    (b"x", r"'k' cannot .*: JSON has no bytes: use a text"),
+    (np.int64(3), r"'k' cannot .*: JSON has no int64: use value.tolist\(\)"),
+    (np.ones(2), r"'k' cannot .*: JSON has no ndarray: use value.tolist\(\)"),
+    (Path("x"), r"'k' cannot .*: JSON has no PosixPath: use str\(value\)"),
+    ({(1, 2): 3}, r"'k' cannot .*: its key \(1, 2\) is no string: use '\(1, 2\)'"),
+    (10**5000, r"'k' cannot .*: the number has too many digits: use a string"),
+    (endless(), r"'k' cannot .*: it is nested too deep, or holds itself"),
+]
+
+
+@pytest.mark.parametrize(("value", "told"), UNSTORABLE, ids=range(len(UNSTORABLE)))
+def test_what_cannot_be_stored_is_told_with_document_key_and_remedy(
+    retriever: Retriever, value: Any, told: str
+) -> None:
+    good, bad = {"k": 1}, {"j": [None, True, 2.5, "x", {"y": ()}], "k": value}
+    for metadata, chunk in ((bad, ""), ([good, bad], ", chunk at index 1")):
+        with pytest.raises(RetrieverError, match=f"document 'd'{chunk}: metadata {told}"):
+            retriever.upsert("d", records("a", "b"), metadata=metadata)
+        with pytest.raises(RetrieverError, match=f"document 'd' at index 1{chunk}: metadata {told}"):
+            retriever.upsert_many([("c", records("a"), good), ("d", records("b", "c"), metadata)])
     assert len(retriever) == 0
 
 
@@ -354,6 +391,30 @@ def test_hits_are_distinct_chunks(retriever: Retriever) -> None:
     assert (found[0].document_id, found[0].metadata) == ("copy 0", {"copy": 0})
     (only,) = retriever.search("popular", 3, namespace="n", filter={"copy": {"$gte": 7}})
     assert (only.document_id, only.ordinal) == ("copy 7", 0)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), st.booleans()), min_size=1), KS)
+def test_hits_per_document_agree_with_plain_python(documents: list[tuple[list[str], bool]], k: int) -> None:
+    """Each document that is one chunk is a hit of its own; all longer ones that hold a chunk are one, the oldest."""
+    with Retriever(HashModel().embedder()) as retriever:
+        for number, (texts, keep) in enumerate(documents):
+            retriever.upsert(str(number), records(*texts), metadata={"keep": keep})
+        retriever.upsert("other", records("a", namespace="m"), metadata={"keep": True})
+        for condition in (None, {"keep": True}):
+            expected = []
+            for chunk in retriever.search("a", 9, namespace="n", filter=condition):
+                holding = [
+                    (str(number), texts)
+                    for number, (texts, keep) in enumerate(documents)
+                    if chunk.text in texts and (keep or condition is None)
+                ]
+                longer = [name for name, texts in holding if len(texts) > 1]
+                named = [name for name, texts in holding if len(texts) == 1 or name == longer[0]]
+                expected += [(chunk.text, chunk.score, name) for name in named]
+            found = retriever.search("a", k, namespace="n", filter=condition, per_document=True)
+            assert [(hit.text, hit.score, hit.document_id) for hit in found] == expected[:k]
+            assert all(hit.metadata == {"keep": documents[int(hit.document_id)][1]} for hit in found)
 
 
 def test_namespaces_are_strict(retriever: Retriever) -> None:

@@ -23,7 +23,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from langchain_lazy_rag.messages import to_messages
-from lazy_rag import Answer, LazyRAGError, Message, Runtime, SamplingParams
+from lazy_rag import Answer, LazyRAGError, Message, Runtime, SamplingParams, class_schema
 
 _SAMPLING = ("temperature", "max_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 _GRAMMARS = ("json_schema", "regex", "grammar")
@@ -141,7 +141,7 @@ class ChatLazyRAG(BaseChatModel):
         """Length of the prompt these messages make, with everything the chat template adds."""
         runtime = self.get_runtime()
         turns = to_messages(messages, runtime, self.namespace, anchor=self.anchor)
-        described = [convert_to_openai_tool(tool) for tool in tools or ()]
+        described = [_tool(tool) for tool in tools or ()]
         return len(runtime.chat_layout(turns, anchor=self.anchor, namespace=self.namespace, tools=described))
 
     # answering
@@ -268,7 +268,13 @@ class ChatLazyRAG(BaseChatModel):
             "model_name": self.model,
             "finish_reason": "tool_calls" if answer.tool_calls else answer.finish_reason,
             "chunks": [
-                {"id": use.chunk_id, "tier": use.tier, "offset": use.offset, "tokens": use.length}
+                {
+                    "chunk_id": use.chunk_id,
+                    "offset": use.offset,
+                    "tokens": use.length,
+                    "hit": use.hit,
+                    "tier": use.tier,
+                }
                 for use in answer.receipt.chunks
             ],
             "dropped": list(answer.dropped),
@@ -293,7 +299,7 @@ class ChatLazyRAG(BaseChatModel):
             strict: without effect; arguments follow their schema always.
             kwargs: further arguments of a call; with `response_format` an answer that calls no tool follows its schema.
         """
-        bound: dict[str, Any] = {"tools": [convert_to_openai_tool(tool) for tool in tools], **kwargs}
+        bound: dict[str, Any] = {"tools": [_tool(tool) for tool in tools], **kwargs}
         if tool_choice is not None:
             bound["tool_choice"] = _tool_choice(tool_choice)
         if parallel_tool_calls is not None:
@@ -309,7 +315,8 @@ class ChatLazyRAG(BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """The model with answers that follow a schema: a pydantic class, a TypedDict or a JSON schema.
+        """The model with answers that follow a schema: a pydantic class, a TypedDict, a function (its arguments) or a
+        JSON schema. Of all but the last, objects have no keys but their own, unless the class allows them.
 
         Args:
             include_raw: give a dict of "raw" (the message), "parsed" and "parsing_error".
@@ -323,7 +330,9 @@ class ChatLazyRAG(BaseChatModel):
         if method not in ("json_schema", "json_mode"):
             raise LazyRAGError(f"method={method!r} is not json_schema, json_mode or function_calling")
         described = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-        model = self.bind(json_schema=convert_to_json_schema(schema), ls_structured_output_format=described)
+        form = convert_to_json_schema(schema)
+        form = form if isinstance(schema, Mapping) else class_schema(form)
+        model = self.bind(json_schema=form, ls_structured_output_format=described)
         parser: Runnable[Any, Any] = JsonOutputParser()
         if isinstance(schema, type) and is_basemodel_subclass(schema):
             parser = PydanticOutputParser(pydantic_object=schema)  # type: ignore[type-var]
@@ -356,6 +365,16 @@ def _schema_of(form: Any, other: Any) -> Any:
     if kind == "text":
         return None
     return schema if kind == "json_schema" else {"type": "object"}
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form. What was made of a class or function takes no argument but its own."""
+    described = convert_to_openai_tool(tool)
+    function = described["function"]
+    plain = isinstance(tool, Mapping) or isinstance(getattr(tool, "args_schema", None), Mapping)
+    if plain or "parameters" not in function:
+        return described
+    return {**described, "function": {**function, "parameters": class_schema(function["parameters"])}}
 
 
 def _tool_choice(choice: Any) -> str:

@@ -16,6 +16,8 @@ class LazyRAGEmbeddings(Embeddings):
     """The unit vectors of a runtime's own embedder."""
 
     def __init__(self, runtime: Runtime) -> None:
+        if not isinstance(runtime, Runtime):
+            raise LazyRAGError("LazyRAGEmbeddings takes a lazy_rag Runtime: LazyRAGEmbeddings(Runtime(model))")
         if runtime.embeddings is None:
             raise LazyRAGError("this runtime was made with embedder=None: it embeds nothing")
         self.runtime = runtime

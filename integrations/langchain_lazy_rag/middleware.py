@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import AnyMessage, HumanMessage
 from langchain_core.runnables import Runnable
 
-from langchain_lazy_rag.chain import context_blocks
+from langchain_lazy_rag.chain import context_blocks, distinct
 from langchain_lazy_rag.chat import ChatLazyRAG
 from lazy_rag import LazyRAGError
 
@@ -112,7 +112,7 @@ def _behind(message: AnyMessage, retrieved: Mapping[str, Retrieved], chunks: boo
     found = retrieved.get(message.id or "")
     if found is None or not found["documents"]:
         return message
-    documents = found["documents"]
+    documents = distinct(found["documents"])
     blocks: list[Any] = (
         context_blocks(documents)
         if chunks

@@ -17,7 +17,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from langchain_lazy_rag.embeddings import LazyRAGEmbeddings, embeddings_name
-from lazy_rag import EmptyCorpusError, EmptyQuestionError, Hit, LazyRAGError, Runtime, Source
+from lazy_rag import EmptyCorpusError, EmptyQuestionError, Hit, LazyRAGError, Runtime, Source, check_metadata
 
 _TEXT_KEY = "lazy_rag:page_content"  # in the stored metadata, where a chunk's text is not the document's own
 
@@ -30,7 +30,7 @@ class LazyRAGVectorStore(VectorStore):
     Adding is an upsert: by the given ids, else by a hash of text and metadata, so that adding twice changes nothing.
     Deleting removes vector, text and KV. `filter` is a mapping such as `{"lang": "en", "year": {"$gte": 2020}}`, also
     with `$in`, `$and`, `$or` and `$not`; it applies before the ranking. Scores are cosine similarities. Documents of
-    equal text share a chunk and are found once. Async methods run in another thread.
+    equal text share a chunk, and each is found, the oldest first. Async methods run in another thread.
 
     Args:
         runtime: with an embedder; another one's vectors cannot be mixed in.
@@ -58,6 +58,7 @@ class LazyRAGVectorStore(VectorStore):
         *,
         ids: Sequence[str | None] | None = None,
         encode: str = "on_use",
+        batch_size: int | None = None,
         **kwargs: Any,
     ) -> list[str]:
         """Add texts, each as one chunk; returns their ids in order.
@@ -65,10 +66,13 @@ class LazyRAGVectorStore(VectorStore):
         Args:
             ids: texts under an id that is known replace it; None where the id is made from the content.
             encode: "now" computes the KV at once, as far as there is room; "on_use" when a request first needs it.
+            batch_size: without effect, the runtime chooses batches itself; LangChain's `index` passes it.
 
         Raises LazyRAGError, with nothing written, for an empty text and for metadata that JSON cannot hold.
         """
         _refuse(kwargs)
+        if isinstance(texts, str):
+            raise LazyRAGError("add_texts takes a list of texts; for one text pass [text]")
         listed = list(texts)
         given = [dict(m) for m in metadatas] if metadatas is not None else [{} for _ in listed]
         names = list(ids) if ids is not None else [None] * len(listed)
@@ -76,6 +80,10 @@ class LazyRAGVectorStore(VectorStore):
             raise LazyRAGError(f"{len(listed)} texts, {len(given)} metadatas and {len(names)} ids do not go together")
         if not listed:
             return []
+        for index, (metadata, name) in enumerate(zip(given, names, strict=True)):
+            check_metadata(
+                metadata, f"document at index {index}" if name is None else f"document {name!r} at index {index}"
+            )
         keys = [
             _content_id(text, metadata) if name is None else name
             for text, metadata, name in zip(listed, given, names, strict=True)
@@ -109,6 +117,8 @@ class LazyRAGVectorStore(VectorStore):
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """`add_texts` for documents, under their own ids where they have some. The documents are not changed."""
+        if isinstance(documents, Document) or not all(isinstance(document, Document) for document in documents):
+            raise LazyRAGError("add_documents takes a list of Documents; for texts there is add_texts")
         ids = kwargs.pop("ids", None)
         return self.add_texts(
             [document.page_content for document in documents],
@@ -128,8 +138,13 @@ class LazyRAGVectorStore(VectorStore):
         return await asyncio.to_thread(self.add_texts, texts, metadatas, **kwargs)
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete by id: vector, text and KV. Ids that are not there are passed over. Without ids: everything."""
+        """Delete by id: vector, text and KV. Without ids: everything.
+
+        Always True: to LangChain an id that is not there is no failure, and its `index` and `aindex` give up at False.
+        """
         _refuse(kwargs)
+        if isinstance(ids, str):
+            raise LazyRAGError(f"delete takes a list of ids: [{ids!r}]")
         if ids is None:
             ids = list({s.document_id for s in self.runtime.find(namespace=self.namespace) if s.document_id})
         if ids:
@@ -203,7 +218,7 @@ class LazyRAGVectorStore(VectorStore):
     def _search(self, query: Any, k: int, filter: Filter | None) -> list[tuple[Document, float, str]]:
         """Documents with their scores and chunk ids."""
         try:
-            hits = self.runtime.retrieve(query, k, filter=filter, namespace=self.namespace)
+            hits = self.runtime.retrieve(query, k, filter=filter, namespace=self.namespace, per_document=True)
         except (EmptyCorpusError, EmptyQuestionError):  # nothing is like nothing
             return []
         found = []
@@ -265,10 +280,8 @@ def _refuse(kwargs: dict[str, Any]) -> None:
 def _content_id(text: str, metadata: Mapping[str, Any]) -> str:
     if not isinstance(text, str):
         raise LazyRAGError(f"a document's text must be a string, not {type(text).__name__}")
-    try:
-        rest = json.dumps(metadata, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise LazyRAGError(f"metadata {metadata!r} cannot be stored: JSON cannot hold it ({error})") from error
+    plain = json.loads(json.dumps(metadata))  # inner keys may be of several types, and then have no order
+    rest = json.dumps(plain, sort_keys=True)
     fields = (text.encode("utf-8", "surrogatepass"), rest.encode())
     digest = hashlib.blake2b(digest_size=16)
     for field in fields:

@@ -77,7 +77,7 @@ class CallOnce(AgentMiddleware[Any, Any, Any]):
 
 def used(message: Any) -> list[tuple[str, str]]:
     """(chunk id, tier) of each chunk in the prompt of an answer, without the encode prefix."""
-    return [(chunk["id"], chunk["tier"]) for chunk in message.response_metadata["chunks"] if chunk["offset"]]
+    return [(chunk["chunk_id"], chunk["tier"]) for chunk in message.response_metadata["chunks"] if chunk["offset"]]
 
 
 def strict_saver() -> InMemorySaver:
@@ -104,6 +104,13 @@ async def ask_again(agent: Any, config: Any, message: Any, way: str) -> dict[str
     given = {"messages": [message]}
     state: dict[str, Any] = await agent.ainvoke(given, config) if way == "async" else agent.invoke(given, config)
     return state
+
+
+def test_a_text_of_several_documents_stands_once_before_the_question(rt: Runtime, model: ChatLazyRAG) -> None:
+    twice = RunnableLambda(lambda _: [Document(id=name, page_content=TEXTS["tower"]) for name in ("tower", "copy")])
+    state = create_agent(model, [], middleware=[LazyRAGMiddleware(twice)]).invoke({"messages": [("user", "High?")]})
+    assert [i for i, _ in used(state["messages"][-1])] == rt.remember([TEXTS["tower"]])
+    assert [document.id for document in state["context"]] == ["tower", "copy"]
 
 
 async def test_documents_stand_before_the_question_as_chunks(rt: Runtime, model: ChatLazyRAG) -> None:

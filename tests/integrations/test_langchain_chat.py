@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle  # programs copy and send model objects about; none of ours is ever read from a file
-from pathlib import Path
-from typing import Any, TypedDict
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypedDict
 
 import pytest
 
@@ -46,7 +46,7 @@ def store(rt: Runtime) -> LazyRAGVectorStore:
 
 def chunks(message: Any) -> list[tuple[str, str]]:
     """(chunk id, tier) of the chunks in a message's prompt, without the encode prefix."""
-    return [(chunk["id"], chunk["tier"]) for chunk in message.response_metadata["chunks"]]
+    return [(chunk["chunk_id"], chunk["tier"]) for chunk in message.response_metadata["chunks"]]
 
 
 def details(message: Any) -> tuple[int, int, int]:
@@ -328,10 +328,53 @@ async def run_each_way_last(chain: Runnable[Any, Any], value: Any) -> list[Any]:
     return [chain.invoke(value), await chain.ainvoke(value), list(chain.stream(value))[-1]]
 
 
+class Tags(BaseModel):
+    """Tags."""
+
+    own: frozenset[Literal["a", "b"]] = Field(max_length=5)
+
+
+class Odd(BaseModel):
+    """What JSON has no form of its own for."""
+
+    tags: set[int] = Field(min_length=1, max_length=4)
+    data: bytes = Field(max_length=6)
+    path: PurePosixPath
+    inner: list[Tags] = Field(max_length=2)
+
+
+def odd(tags: set[int], inner: Tags) -> None:
+    """Do something."""
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
+async def test_sets_bytes_and_paths_of_classes_and_functions(model: ChatLazyRAG, method: str) -> None:
+    roomy = ChatLazyRAG(runtime=model.runtime, max_tokens=140, temperature=1.5, seed=3)
+    chain = roomy.with_structured_output(Odd, method=method)
+    for result in (chain.invoke("Odd?"), [part async for part in chain.astream("Odd?")][-1]):
+        assert isinstance(result, Odd) and isinstance(result.tags, set) and isinstance(result.data, bytes)
+    # a function's own arguments, and no others, also inside of them
+    value: Any = roomy.with_structured_output(odd, method=method).invoke("Odd?")
+    assert set(value) == {"tags", "inner"} and set(value["inner"]) == {"own"}
+
+
+def test_a_schema_that_no_grammar_can_hold_is_refused_with_the_field(model: ChatLazyRAG) -> None:
+    schema = {"title": "Odd", "description": "Odd.", **Odd.model_json_schema()}
+    for method in ("json_schema", "function_calling"):
+        with pytest.raises(LazyRAGError, match=r"at '(arguments.)?tags': .*uniqueItems.*: leave it out"):
+            model.with_structured_output(schema, method=method).invoke("Odd?")
+    # and open objects of a schema stay open
+    bound: Any = model.with_structured_output({"title": "T", "description": "T.", "type": "object", "properties": {}})
+    assert "additionalProperties" not in bound.first.kwargs["json_schema"]
+
+
 def test_a_structured_answer_never_ends_half_way(model: ChatLazyRAG) -> None:
     for seed in range(8):
         trip = ChatLazyRAG(runtime=model.runtime, max_tokens=40, temperature=1.5, seed=seed)
         assert isinstance(trip.with_structured_output(Trip).invoke("A trip?"), Trip)
+    stopped = ChatLazyRAG(runtime=model.runtime, max_tokens=40, stop=["days"]).with_structured_output(Trip)
+    with pytest.raises(LazyRAGError, match=r"no complete JSON: it ended after \d+ tokens. .* leave stop strings out"):
+        stopped.invoke("A trip?")
     with pytest.raises(LazyRAGError, match="max_tokens=3 is too small"):
         ChatLazyRAG(runtime=model.runtime, max_tokens=3).with_structured_output(Trip).invoke("A trip?")
 

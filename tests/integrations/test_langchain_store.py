@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +14,17 @@ pytest.importorskip("langchain_core")
 
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_lazy_rag import LangChainEmbedder, LazyRAGEmbeddings, LazyRAGRetriever, LazyRAGVectorStore
+from langchain_core.indexing import InMemoryRecordManager, aindex, index
+from langchain_core.runnables import RunnableLambda
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_lazy_rag import (
+    ChatLazyRAG,
+    LangChainEmbedder,
+    LazyRAGEmbeddings,
+    LazyRAGRetriever,
+    LazyRAGVectorStore,
+    create_lazy_rag_chain,
+)
 
 from lazy_rag import LazyRAGError, Runtime
 from tests.fixtures import WordEmbedder, make_runtime
@@ -44,6 +56,64 @@ def test_ids_come_from_text_and_metadata(store: LazyRAGVectorStore) -> None:
     assert store.add_documents(same) == first
     assert len(store.runtime.find()) == 3
     assert same[0].id is None
+
+
+def test_documents_of_equal_text_are_all_found(store: LazyRAGVectorStore) -> None:
+    """As LangChain's own store finds them: the filter chooses among them, and they share one chunk and one KV copy."""
+    stock = InMemoryVectorStore(store.embeddings)
+    documents = [
+        Document(page_content="red tea", metadata={"lang": lang}, id=f"{i}") for i, lang in enumerate(["en", "de"] * 2)
+    ]
+    documents.append(Document(page_content="red wine", id="w"))
+    for one in (store, stock):
+        one.add_documents(documents)
+    for k in (1, 2, 3, 4, 5, 9):
+        theirs = stock.similarity_search("red tea", k=k)  # which of equal ones come first is open there
+        assert store.similarity_search("red tea", k=k) == documents[:k]
+        assert [document.page_content for document in theirs] == [d.page_content for d in documents[:k]]
+    german = store.similarity_search_with_score("red tea", k=3, filter={"lang": "de"})
+    assert [document.id for document, _ in german] == ["1", "3"]
+    assert [score for _, score in german] == pytest.approx([1.0, 1.0])
+    vector = store.embeddings.embed_query("red tea")
+    assert store.similarity_search_by_vector(vector, k=4) == documents[:4]
+    assert {document.id for document in store.max_marginal_relevance_search("red tea", k=2, lambda_mult=0.1)} == {
+        "0",
+        "w",
+    }
+    assert LazyRAGRetriever(runtime=store.runtime, k=3).invoke("red tea") == documents[:3]
+    assert len({source.chunk_id for source in store.runtime.find()}) == 2
+    store.delete(["0"])
+    assert store.similarity_search("red tea", k=9) == documents[1:]
+
+
+def test_a_text_of_several_documents_stands_once_in_the_chains_prompt(rt: Runtime) -> None:
+    store = LazyRAGVectorStore(rt)
+    documents = [Document(page_content=text, id=f"{i}") for i, text in enumerate(["red tea", "red tea", "red wine"])]
+    store.add_documents(documents)
+    chain = create_lazy_rag_chain(ChatLazyRAG(runtime=rt, max_tokens=2), store.as_retriever(search_kwargs={"k": 3}))
+    assert chain.invoke({"input": "Which tea?"})["context"] == documents
+    uses = [use.chunk_id for use in rt.last_answer.receipt.chunks if use.offset]
+    assert uses == [hit.chunk_id for hit in rt.retrieve("Which tea?", k=2)]
+
+
+def test_single_values_and_wrong_objects_are_refused(store: LazyRAGVectorStore) -> None:
+    """A text alone was taken for a list of its letters."""
+    document: Any = Document(page_content="tea")
+    text: Any = "tea"
+    for add, wrong in ((store.add_texts, text), (store.add_documents, document), (store.add_documents, [text])):
+        with pytest.raises(LazyRAGError, match="takes a list of"):
+            add(wrong)
+    for kind in (LazyRAGVectorStore, LazyRAGEmbeddings):
+        with pytest.raises(LazyRAGError, match="takes a lazy_rag Runtime: "):
+            kind(text)
+    model, anything = ChatLazyRAG(runtime=store.runtime, max_tokens=2), cast(Any, store)
+    with pytest.raises(LazyRAGError, match=r"takes a retriever, store.as_retriever\(\) say, not a LazyRAGVectorStore"):
+        create_lazy_rag_chain(model, anything)
+    for retriever in (store.as_retriever(), RunnableLambda(lambda _: [document])):
+        for wrong in ({"question": "tea?"}, {"input": ["tea?"]}):
+            with pytest.raises(LazyRAGError, match='the question as "input"'):
+                create_lazy_rag_chain(model, retriever).invoke(wrong)
+    assert store.runtime.find() == []
 
 
 @pytest.mark.parametrize("text", ["  tea \n", "tea", "\u00a0tea\u2003", "te\r\na\r\n"])
@@ -84,6 +154,26 @@ def test_upsert_replaces_and_delete_forgets(store: LazyRAGVectorStore) -> None:
     assert store.runtime.find() == []
 
 
+async def test_deleting_what_is_not_there_is_no_failure(store: LazyRAGVectorStore) -> None:
+    """A record manager may know documents that were deleted behind its back; LangChain's indexing takes False for a
+    failed deletion."""
+    manager = InMemoryRecordManager(namespace="here")
+    manager.create_schema()
+    options: dict[str, Any] = {"cleanup": "full", "source_id_key": "s", "key_encoder": "sha256"}
+    tea, milk = (Document(page_content=text, metadata={"s": text}) for text in ("tea", "milk"))
+    assert index([tea, milk], manager, store, **options)["num_added"] == 2
+    store.delete()
+    assert index([tea], manager, store, **options)["num_deleted"] == 1
+    assert (await aindex([], manager, store, **options))["num_deleted"] == 1
+    for gone in ([], ["nope"], ["nope", "neither"]):
+        assert store.delete(gone) is True
+        assert await store.adelete(gone) is True
+    store.add_documents([tea], ids=["t"])
+    with pytest.raises(LazyRAGError, match=r"a list of ids: \['t'\]"):
+        store.delete("t")  # type: ignore[arg-type]
+    assert await store.adelete(["t", "nope"]) is True and store.runtime.find() == []
+
+
 def test_nothing_is_written_when_something_is_wrong(store: LazyRAGVectorStore) -> None:
     for texts, metadatas in ((["fine", "  "], None), (["fine"], [{"x": object()}]), (["fine"], [{}, {}])):
         with pytest.raises(LazyRAGError):
@@ -91,6 +181,29 @@ def test_nothing_is_written_when_something_is_wrong(store: LazyRAGVectorStore) -
     with pytest.raises(LazyRAGError, match="no argument 'fitler'"):
         store.similarity_search("x", fitler={})
     assert store.runtime.find() == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), dt.datetime(2020, 1, 2), {1, 2}, b"x", np.int64(1), object()])
+async def test_metadata_that_cannot_be_stored_is_told_with_document_key_and_remedy(
+    store: LazyRAGVectorStore, value: object
+) -> None:
+    for name, told in (("d7", "document 'd7' at index 1"), (None, "document at index 1")):
+        documents = [Document(page_content="a"), Document(page_content="b", metadata={"when": [value]}, id=name)]
+        told = rf"^{told}: metadata 'when'\[0\] cannot be stored: .*use "
+        with pytest.raises(LazyRAGError, match=told):
+            store.add_documents(documents)
+        with pytest.raises(LazyRAGError, match=told):
+            await store.aadd_documents(documents)
+    with pytest.raises(LazyRAGError, match="document at index 0: metadata keys must be strings, not 3: use '3'"):
+        store.add_texts(["a"], [{3: "x"}])  # type: ignore[dict-item]
+    assert store.runtime.find() == []
+
+
+def test_inner_keys_of_any_type_have_an_id(store: LazyRAGVectorStore) -> None:
+    """JSON makes strings of numbers and None as keys, and cannot order them before."""
+    assert store.add_texts(["a"], [{"k": {1: 2, "x": 3, None: 4}}]) == store.add_texts(
+        ["a"], [{"k": {"null": 4, "1": 2, "x": 3}}]
+    )
 
 
 def test_documents_of_the_runtime_are_found_and_named_by_chunk(rt: Runtime, tmp_path: Path) -> None:

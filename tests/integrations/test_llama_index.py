@@ -45,8 +45,10 @@ from llama_index.llms.lazy_rag import (
     LazyRAGQueryEngine,
     LazyRAGRetriever,
     LazyRAGSynthesizer,
+    LazyRAGVectorStore,
     use_in_llama_index,
 )
+from llama_index.llms.lazy_rag.llm import read_object
 from pydantic import BaseModel, Field, field_validator
 
 from lazy_rag import LazyRAGError, Runtime, SamplingParams
@@ -579,8 +581,58 @@ def test_the_four_structured_methods(runtime: Runtime, events: Events) -> None:
     )
     made = by_tools.structured_predict(Tower, prompt, place="Paris")
     assert isinstance(made, Tower)
+    cut = llm.chat([ChatMessage(role="user", content="Go.")], max_tokens=4)
+    with pytest.raises(LazyRAGError, match=r"no Tower \(it was cut off at 4 tokens: raise max_tokens, of the LLM"):
+        read_object(Tower, cut)
     with pytest.raises(LazyRAGError, match="no Even"):
         llm.structured_predict(Even, prompt, place="Paris")
+
+
+@pytest.mark.parametrize(
+    "kind", [LazyRAGLLM, LazyRAGVectorStore, LazyRAGRetriever, LazyRAGEmbedding, LazyRAGPrefill, use_in_llama_index]
+)
+def test_what_is_no_runtime_is_refused_at_once(kind: Any) -> None:
+    for wrong in ("smollm2-135m", object()):
+        with pytest.raises(LazyRAGError, match=f"takes a lazy_rag Runtime, not a {type(wrong).__name__}: "):
+            kind(wrong)
+
+
+def test_unknown_fields_and_wrong_objects_are_refused(runtime: Runtime) -> None:
+    for make in (LazyRAGLLM, LazyRAGQueryEngine.from_runtime, LazyRAGChatEngine.from_runtime, use_in_llama_index):
+        with pytest.raises(LazyRAGError, match=r"no field 'max_token': it takes .*max_tokens"):
+            make(runtime, max_token=5)  # type: ignore[operator]
+    with pytest.raises(LazyRAGError, match=r"needs a LazyRAGLLM, not Runtime: LazyRAGSynthesizer\(LazyRAGLLM\("):
+        LazyRAGSynthesizer(runtime)
+    for nodes in (TextNode(text="a"), ["a"]):
+        with pytest.raises(LazyRAGError, match="a list of nodes"):
+            LazyRAGVectorStore(runtime).add(nodes)  # type: ignore[arg-type]
+    assert isinstance(LazyRAGLLM.from_dict(LazyRAGLLM(runtime, model="m", max_tokens=5).to_dict()), LazyRAGLLM)
+
+
+class Odd(BaseModel):
+    """What JSON has no form of its own for."""
+
+    tags: set[int] = Field(max_length=4)
+    data: bytes = Field(max_length=6)
+    inner: list[Tower] = Field(max_length=2)
+
+
+def test_sets_and_bytes_of_classes_and_tools(runtime: Runtime) -> None:
+    llm = llm_of(runtime, max_tokens=150, temperature=1.5, seed=0)
+    prompt = PromptTemplate("Odd?")
+    wanted = llm.structured_predict(Odd, prompt)
+    assert isinstance(wanted.tags, set) and isinstance(wanted.data, bytes)
+    assert list(llm.stream_structured_predict(Odd, prompt))[-1] == wanted
+    assert asyncio.run(llm.astructured_predict(Odd, prompt)) == wanted
+
+    def mark(**fields: Any) -> str:
+        """Mark something."""
+        return "done"
+
+    tool = FunctionTool.from_defaults(fn=mark, fn_schema=Odd)
+    (selection,) = llm.get_tool_calls_from_response(llm.chat_with_tools([tool], "Mark it.", tool_required=True))
+    assert set(selection.tool_kwargs) == {"tags", "data", "inner"}
+    assert all(set(tower) == {"name", "height"} for tower in selection.tool_kwargs["inner"])
 
 
 def test_tools_are_called_with_valid_arguments(runtime: Runtime) -> None:

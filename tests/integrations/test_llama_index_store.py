@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
@@ -355,4 +357,48 @@ def test_given_vectors_are_scaled_and_a_stored_text_keeps_its_own(runtime: Runti
     store.add([TextNode(text="Some text.", id_="a", embedding=vector.tolist())])
     store.add([TextNode(text="Some text.", id_="b", embedding=(-vector).tolist())])
     result = store.query(VectorStoreQuery(query_embedding=vector.tolist(), similarity_top_k=2))
-    assert result.ids == ["a"] and result.similarities == [pytest.approx(1.0)]
+    assert result.ids == ["a", "b"] and result.similarities == [pytest.approx(1.0)] * 2
+
+
+@pytest.mark.parametrize("value", [object(), b"\xff", np.int64(1), {"a": [np.ones(2)]}])
+def test_metadata_that_cannot_be_stored_is_told_with_node_key_and_remedy(runtime: Runtime, value: object) -> None:
+    store = LazyRAGVectorStore(runtime)
+    nodes = [TextNode(text="a", id_="n0"), TextNode(text="b", id_="n1", metadata={"fine": "x", "odd": value})]
+    told = r"node 'n1' at index 1: metadata 'odd'.* cannot be stored: .*use "
+    with pytest.raises(LazyRAGError, match=told):
+        store.add(nodes)
+    with pytest.raises(LazyRAGError, match=told):
+        asyncio.run(store.async_add(nodes))
+    assert store.get_nodes() == []
+
+
+def test_times_sets_and_nan_are_kept_as_llama_index_writes_them(runtime: Runtime) -> None:
+    """LlamaIndex makes a node JSON for every store of its own too."""
+    store = LazyRAGVectorStore(runtime)
+    store.add([TextNode(text="a", id_="n0", metadata={"when": dt.date(2020, 1, 2), "tags": {"x"}, "n": float("nan")})])
+    assert store.get_nodes()[0].metadata == {"when": "2020-01-02", "tags": ["x"], "n": None}
+
+
+def test_nodes_of_equal_text_are_all_found(runtime: Runtime) -> None:
+    """As the stock store finds them; the filters choose among them, and they share one chunk."""
+    store, stock = LazyRAGVectorStore(runtime), SimpleVectorStore()
+    texts = ["Same text here."] * 3 + ["Other text here."]
+    metadata: list[dict[str, Any]] = [{"lang": "en", "n": 0}, {"lang": "de", "n": 1}, {"lang": "en", "n": 2}, {"n": 3}]
+    nodes = [TextNode(text=text, id_=f"n{one['n']}", metadata=one) for text, one in zip(texts, metadata, strict=True)]
+    for node, vector in zip(nodes, runtime.embeddings.embed(texts).tolist(), strict=True):
+        node.embedding = vector
+    store.add(nodes)
+    stock.add(nodes)
+    english = MetadataFilters(filters=[MetadataFilter(key="lang", value="en")])
+    for options in ({}, {"filters": english}, {"similarity_top_k": 2}, {"similarity_top_k": 1, "filters": english}):
+        found = query(store, runtime, "Same text here.", **options)
+        theirs = query(stock, runtime, "Same text here.", **options)  # which of equal ones come first is open there
+        assert found == sorted(found) and len(found) == len(theirs)
+        assert "similarity_top_k" in options or found == sorted(theirs)
+    found = LazyRAGRetriever(runtime, similarity_top_k=3).retrieve("Same text here.")
+    assert [(scored.node_id, scored.node.metadata) for scored in found] == [
+        (node.node_id, node.metadata) for node in nodes[:3]
+    ]
+    assert len({source.chunk_id for source in runtime.find()}) == 2
+    store.delete_nodes(["n0"])
+    assert query(store, runtime, "Same text here.", similarity_top_k=2) == ["n1", "n2"]

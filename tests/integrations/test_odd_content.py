@@ -191,7 +191,7 @@ def test_an_artifact_that_is_no_chunk_leaves_its_message_alone(rt: Runtime, mode
     for given in (artifact, tuple(artifact), artifact[1]):
         result = ToolMessage(f"Found: {SHORT}", artifact=given, tool_call_id="1")
         answer = model.invoke([HumanMessage("Height?"), call, result])
-        assert rt.remember([SHORT])[0] in [chunk["id"] for chunk in answer.response_metadata["chunks"]]
+        assert rt.remember([SHORT])[0] in [chunk["chunk_id"] for chunk in answer.response_metadata["chunks"]]
 
 
 # nodes whose text stands in their metadata

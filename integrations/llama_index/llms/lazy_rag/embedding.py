@@ -7,6 +7,7 @@ from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding, Embedding
 from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.llms.lazy_rag.checks import require_runtime
 
 from lazy_rag import LazyRAGError, Runtime
 
@@ -17,6 +18,7 @@ class LazyRAGEmbedding(BaseEmbedding):
     _embedder: Any = PrivateAttr()
 
     def __init__(self, runtime: Runtime, **fields: Any) -> None:
+        require_runtime(runtime, "LazyRAGEmbedding")
         if runtime.embeddings is None:
             raise LazyRAGError("this runtime has no embedder: make it with embedder=..., or use another embed_model")
         super().__init__(**{"model_name": runtime.embeddings.name, **fields})

@@ -31,10 +31,11 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
+from llama_index.llms.lazy_rag.checks import require_runtime
 from llama_index.llms.lazy_rag.events import ChunkCacheHitEvent, HintedTexts, install_hints, node_texts
 from llama_index.llms.lazy_rag.messages import arguments_of, from_answer, raw_of, to_messages
 
-from lazy_rag import Answer, LazyRAGError, Message, Runtime, SamplingParams
+from lazy_rag import Answer, LazyRAGError, Message, Runtime, SamplingParams, class_schema
 
 dispatcher = get_dispatcher(__name__)
 
@@ -71,8 +72,14 @@ class LazyRAGLLM(FunctionCallingLLM):
     def __init__(self, runtime: Runtime | None = None, **fields: Any) -> None:
         if runtime is None and not fields.get("model"):
             raise LazyRAGError("LazyRAGLLM needs a runtime, or the model to load: LazyRAGLLM(Runtime(...))")
+        unknown = fields.keys() - type(self).model_fields.keys()
+        if unknown:
+            raise LazyRAGError(
+                f"LazyRAGLLM has no field {', '.join(map(repr, sorted(unknown)))}: "
+                f"it takes {', '.join(sorted(type(self).model_fields))}"
+            )
         super().__init__(**fields)
-        self._runtime = runtime
+        self._runtime = None if runtime is None else require_runtime(runtime, "LazyRAGLLM")
         install_hints()
 
     @classmethod
@@ -225,7 +232,7 @@ class LazyRAGLLM(FunctionCallingLLM):
         kwargs["tool_choice"] = _choice(kwargs.get("tool_choice"), tool_required) if tools else None
         return {
             "messages": messages,
-            "tools": [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools],
+            "tools": [_described(tool) for tool in tools],
             "parallel_tool_calls": allow_parallel_tool_calls,
             **kwargs,
         }
@@ -372,11 +379,22 @@ def _choice(choice: Any, required: bool) -> str:
     return "required" if choice == "any" else str(choice)
 
 
+def _described(tool: BaseTool) -> dict[str, Any]:
+    described = tool.metadata.to_openai_tool(skip_length_check=True)
+    function = described["function"]
+    return {**described, "function": {**function, "parameters": class_schema(function["parameters"])}}
+
+
 def _structured(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """The keywords of a call whose answer is an object. A stop string could only cut it."""
+    """The keywords of a call whose answer is an object, with its schema in the system text."""
     schema = output_cls.model_json_schema()
     told = f"Answer with JSON of this schema:\n{json.dumps(schema, ensure_ascii=False)}"
-    return {"system": told, **(llm_kwargs or {}), "json_schema": schema, "stop": []}
+    return {"system": told, **(llm_kwargs or {}), **object_options(output_cls)}
+
+
+def object_options(output_cls: type[BaseModel]) -> dict[str, Any]:
+    """The keywords of a call that hold its answer to a class. A stop string could only cut it."""
+    return {"json_schema": class_schema(output_cls.model_json_schema()), "stop": []}
 
 
 def read_object(output_cls: type[BaseModel], response: ChatResponse) -> BaseModel:
@@ -385,8 +403,10 @@ def read_object(output_cls: type[BaseModel], response: ChatResponse) -> BaseMode
     try:
         return output_cls.model_validate_json(text)
     except ValidationError as error:
-        cut = raw.get("finish_reason") == "length"
-        advice = "it was cut off: raise max_tokens" if cut else "the class has conditions its schema does not say"
+        advice = "the class has conditions its schema does not say"
+        if raw.get("finish_reason") == "length":
+            reached = raw["usage"]["completion_tokens"]
+            advice = f"it was cut off at {reached} tokens: raise max_tokens, of the LLM or in llm_kwargs"
         raise LazyRAGError(f"the answer is no {output_cls.__name__} ({advice}): {error}") from error
 
 

@@ -119,7 +119,13 @@ def raw_of(answer: Answer, prefix_id: str | None) -> dict[str, Any]:
         "usage": dict(answer.usage),
         "finish_reason": answer.finish_reason,
         "chunks": [
-            {"chunk_id": use.chunk_id, "tokens": use.length, "hit": use.hit, "tier": use.tier}
+            {
+                "chunk_id": use.chunk_id,
+                "offset": use.offset,
+                "tokens": use.length,
+                "hit": use.hit,
+                "tier": use.tier,
+            }
             for use in answer.receipt.chunks
             if use.chunk_id != prefix_id
         ],

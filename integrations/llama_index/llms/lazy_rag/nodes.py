@@ -8,7 +8,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilters
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
-from lazy_rag import Hit, Source
+from lazy_rag import Hit, LazyRAGError, Source, check_metadata
 
 NODE_ID, REF_DOC_ID, _EDGES = "_node_id", "ref_doc_id", "_node_edges"
 
@@ -29,10 +29,19 @@ _OPERATORS = {
 }
 
 
-def node_metadata(node: BaseNode) -> dict[str, Any]:
-    """What is stored beside a node's text: its own metadata, and all that is needed to make it again."""
+def node_metadata(node: BaseNode, index: int = 0) -> dict[str, Any]:
+    """What is stored beside a node's text: its own metadata, and all that is needed to make it again.
+
+    `index`: its place among the nodes that are stored, for messages. Raises LazyRAGError for what JSON cannot hold.
+    """
     text = node.get_content(metadata_mode=MetadataMode.NONE)
-    stored = node_to_metadata_dict(node, remove_text=True)
+    name = f"node {node.node_id!r} at index {index}"
+    try:
+        stored = node_to_metadata_dict(node, remove_text=True)
+    except (TypeError, ValueError) as error:
+        check_metadata(node.metadata, name)
+        raise LazyRAGError(f"{name} cannot be stored, JSON cannot hold it: {error}") from error
+    check_metadata(stored, name)
     stored[NODE_ID] = node.node_id
     if text != text.strip():
         start = len(text) - len(text.lstrip())

@@ -8,6 +8,7 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
+from llama_index.llms.lazy_rag.checks import require_runtime
 
 from lazy_rag import Runtime
 
@@ -22,7 +23,7 @@ class LazyRAGPrefill(TransformComponent):
 
     def __init__(self, runtime: Runtime, *, namespace: str | None = None) -> None:
         super().__init__(namespace=namespace)  # type: ignore[call-arg]
-        self._runtime = runtime
+        self._runtime = require_runtime(runtime, "LazyRAGPrefill")
 
     @classmethod
     def class_name(cls) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
+from llama_index.llms.lazy_rag.checks import require_runtime
 from llama_index.llms.lazy_rag.nodes import to_filter, to_node
 
 from lazy_rag import Runtime
@@ -28,7 +29,7 @@ class LazyRAGRetriever(BaseRetriever):
         namespace: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._runtime = runtime
+        self._runtime = require_runtime(runtime, "LazyRAGRetriever")
         self._top_k = similarity_top_k
         self._filter = to_filter(filters)
         self._namespace = namespace
@@ -36,7 +37,9 @@ class LazyRAGRetriever(BaseRetriever):
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         query = query_bundle.embedding or query_bundle.query_str
-        hits = self._runtime.retrieve(query, self._top_k, filter=self._filter, namespace=self._namespace)
+        hits = self._runtime.retrieve(
+            query, self._top_k, filter=self._filter, namespace=self._namespace, per_document=True
+        )
         return [NodeWithScore(node=to_node(hit), score=float(hit.score)) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

@@ -17,6 +17,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
+from llama_index.llms.lazy_rag.checks import require_runtime
 from llama_index.llms.lazy_rag.nodes import NODE_ID, REF_DOC_ID, node_metadata, to_filter, to_node
 
 from lazy_rag import LazyRAGError, Runtime, Source
@@ -27,10 +28,10 @@ _PERSISTED = "persisted"  # a file in folders that `persist` wrote
 class LazyRAGVectorStore(BasePydanticVectorStore):
     """Nodes in a runtime: vector, text, metadata and KV under one id, deleted and kept together.
 
-    Similarities are cosines, higher is better; filters hold before top-k. Two nodes with one text are one chunk, found
-    once, as the node that was added first. Documents that were added to the runtime itself are nodes too: under their
-    own id, or one for each chunk, under the chunk's, where there are several. `persist` writes a store that
-    `from_persist_dir` opens without embedding anything again.
+    Similarities are cosines, higher is better; filters hold before top-k. Nodes of equal text share a chunk, and each
+    is found, the oldest first. Metadata is kept in the JSON form that LlamaIndex gives it: times are strings. Documents
+    that were added to the runtime itself are nodes too: under their own id, or one for each chunk, under the chunk's,
+    where there are several. `persist` writes a store that `from_persist_dir` opens without embedding anything again.
     """
 
     stores_text: bool = True
@@ -41,7 +42,7 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
 
     def __init__(self, runtime: Runtime, *, namespace: str | None = None) -> None:
         super().__init__(namespace=namespace)  # type: ignore[call-arg]
-        self._runtime = runtime
+        self._runtime = require_runtime(runtime, "LazyRAGVectorStore")
 
     @classmethod
     def class_name(cls) -> str:
@@ -59,14 +60,17 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
         Their embeddings are used if all have one, scaled to length 1, else the runtime embeds the texts. A text that is
         stored already keeps the vector it has.
         """
-        nodes = list({node.node_id: node for node in nodes}.values())
+        given = list(nodes)
+        if not all(isinstance(node, BaseNode) for node in given):
+            raise LazyRAGError("add takes a list of nodes: those of an index, or [TextNode(text=...)]")
+        nodes = list({node.node_id: node for node in given}.values())
         if not nodes:
             return []
         vectors = [node.embedding for node in nodes]
         self._runtime.add_chunks(
             [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes],
             ids=[node.node_id for node in nodes],
-            metadata=[node_metadata(node) for node in nodes],
+            metadata=[node_metadata(node, index) for index, node in enumerate(nodes)],
             namespace=self.namespace,
             vectors=None if any(vector is None for vector in vectors) else vectors,
         )
@@ -127,7 +131,11 @@ class LazyRAGVectorStore(BasePydanticVectorStore):
         if not self._runtime.has_chunks(namespace=self.namespace):
             return VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
         hits = self._runtime.retrieve(
-            query.query_embedding, query.similarity_top_k, filter=condition, namespace=self.namespace
+            query.query_embedding,
+            query.similarity_top_k,
+            filter=condition,
+            namespace=self.namespace,
+            per_document=True,
         )
         nodes = [to_node(hit) for hit in hits]
         return VectorStoreQueryResult(

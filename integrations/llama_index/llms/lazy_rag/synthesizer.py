@@ -22,7 +22,7 @@ from llama_index.core.prompts.base import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
-from llama_index.llms.lazy_rag.llm import LazyRAGLLM, read_object
+from llama_index.llms.lazy_rag.llm import LazyRAGLLM, object_options, read_object
 
 from lazy_rag import LazyRAGError
 
@@ -52,10 +52,13 @@ class LazyRAGSynthesizer(BaseSynthesizer):
     ) -> None:
         if on_empty not in ("refuse", "answer"):
             raise LazyRAGError(f'on_empty={on_empty!r} is not "refuse" or "answer"')
-        super().__init__(llm=llm or Settings.llm, **kwargs)
-        inner = self._llm.llm if isinstance(self._llm, StructuredLLM) else self._llm
+        llm = llm or Settings.llm
+        inner = llm.llm if isinstance(llm, StructuredLLM) else llm
         if not isinstance(inner, LazyRAGLLM):
-            raise LazyRAGError(f"LazyRAGSynthesizer needs a LazyRAGLLM, not {type(inner).__name__}")
+            raise LazyRAGError(
+                f"LazyRAGSynthesizer needs a LazyRAGLLM, not {type(inner).__name__}: LazyRAGSynthesizer(LazyRAGLLM(rt))"
+            )
+        super().__init__(llm=llm, **kwargs)
         self._lazy_llm = inner
         self._template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._on_empty = on_empty
@@ -108,7 +111,7 @@ class LazyRAGSynthesizer(BaseSynthesizer):
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         messages = self._messages(query_str, text_chunks, lazy_nodes)
         if self._wanted is not None:
-            response = self._lazy_llm.chat(messages, **_schema(self._wanted), **kwargs)
+            response = self._lazy_llm.chat(messages, **object_options(self._wanted), **kwargs)
             result: Any = self._object(read_object(self._wanted, response))
         elif self._streaming:
             result = _texts(self._lazy_llm.stream_chat(messages, **kwargs))
@@ -124,7 +127,7 @@ class LazyRAGSynthesizer(BaseSynthesizer):
         dispatcher.event(GetResponseStartEvent(query_str=query_str, text_chunks=list(text_chunks)))
         messages = self._messages(query_str, text_chunks, lazy_nodes)
         if self._wanted is not None:
-            response = await self._lazy_llm.achat(messages, **_schema(self._wanted), **kwargs)
+            response = await self._lazy_llm.achat(messages, **object_options(self._wanted), **kwargs)
             result: Any = self._object(read_object(self._wanted, response))
         elif self._streaming:
             result = _atexts(await self._lazy_llm.astream_chat(messages, **kwargs))
@@ -190,10 +193,6 @@ def _filled(message: ChatMessage, mark: str, blocks: Sequence[ContentBlock]) -> 
         before, _, after = block.text.partition(mark)
         filled += [TextBlock(text=before), *blocks, TextBlock(text=after.lstrip("\n") if blocks else after)]
     return ChatMessage(role=message.role, blocks=filled, additional_kwargs=message.additional_kwargs)
-
-
-def _schema(output_cls: type[BaseModel]) -> dict[str, Any]:
-    return {"json_schema": output_cls.model_json_schema(), "stop": []}
 
 
 def _query_text(query: str | QueryBundle) -> str:
