@@ -26,9 +26,10 @@ class Flat(NamedTuple):
 def flatten(layout: PromptLayout, extra: list[int] = ()) -> Flat:  # type: ignore[assignment]
     """The layout, followed by `extra` live tokens (an answer so far)."""
     flat = Flat([], [], [], [], [])
+    columns: list[list[Any]] = list(flat)
 
     def put(token: int, position: int, owner: int, placed: bool, copy: bool = False) -> None:
-        for column, value in zip(flat, (token, position, owner, placed, copy), strict=True):
+        for column, value in zip(columns, (token, position, owner, placed, copy), strict=True):
             column.append(value)
 
     for number, item in enumerate(layout.items):
