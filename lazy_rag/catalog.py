@@ -99,15 +99,13 @@ class DocumentWrite:
 @dataclass(frozen=True)
 class Written:
     """Result of a write. `vectors`: vector id to float32 `[d]` for new ones; `dropped`: vector ids of removed chunks;
-    `before` and `after`: state tokens around the write (equal when nothing changed); `mended`: ids of chunks that were
-    damaged and are not any more."""
+    `before` and `after`: state tokens around the write (equal when nothing changed)."""
 
     change: Change
     vectors: dict[int, NDArray[np.float32]]
     dropped: tuple[int, ...]
     before: str
     after: str
-    mended: tuple[str, ...] = ()
 
 
 class MissingVectors(Exception):
@@ -407,7 +405,8 @@ class Catalog:
     def problems(self) -> list[str]:
         """Structural faults of the database itself."""
         found = [f"catalog: {row[0]}" for row in self._db.execute("PRAGMA integrity_check") if row[0] != "ok"]
-        found += [f"catalog: broken reference in {row[0]}" for row in self._db.execute("PRAGMA foreign_key_check")]
+        broken = "catalog: broken reference in {}: bring the store back from a copy, or add its documents again"
+        found += [broken.format(row[0]) for row in self._db.execute("PRAGMA foreign_key_check")]
         orphans = "SELECT chunk_id FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM rows)"
         found += [f"chunk {row[0]} belongs to no document" for row in self._db.execute(orphans)]
         spoilt = (
@@ -431,7 +430,7 @@ class Catalog:
         with self._transaction():
             before = self.state
             changes = self._db.total_changes
-            added, mended = self._insert_chunks(writes)
+            added = self._insert_chunks(writes)
             touched: set[int] = set()
             for write in writes:
                 touched |= self._replace_rows(write)
@@ -439,10 +438,10 @@ class Catalog:
             stored = self._insert_vectors(writes, vectors, need_vectors)
             after = self._touch() if self._db.total_changes != changes else before
         change = Change(tuple(added), tuple(removed.values()))
-        return Written(change, stored, tuple(removed), before, after, tuple(mended))
+        return Written(change, stored, tuple(removed), before, after)
 
-    def _insert_chunks(self, writes: Sequence[DocumentWrite]) -> tuple[list[str], list[str]]:
-        """The ids that were not known, and those whose records were damaged and are sound again."""
+    def _insert_chunks(self, writes: Sequence[DocumentWrite]) -> list[str]:
+        """The ids that were not known. Known ones whose records are damaged are written again."""
         records: dict[str, ChunkRecord] = {}
         for record in (chunk for write in writes for chunk in write.chunks):
             if not _same_tokens(records.setdefault(record.chunk_id, record), record):
@@ -462,7 +461,7 @@ class Catalog:
                 if chunk_id not in known
             ),
         )
-        return added, sorted(damaged)
+        return added
 
     def _mend(self, records: Iterable[ChunkRecord]) -> None:
         self._db.executemany(
@@ -548,10 +547,11 @@ class Catalog:
             self._touch()
 
     def drop_damaged(self, vector_ids: Sequence[int]) -> None:
-        """Delete these vectors, and chunks that belong to no document."""
+        """Delete these vectors, and chunks that belong to no document: not where rows are broken, which may be why."""
         with self._transaction():
             self._db.executemany("DELETE FROM vectors WHERE vector_id = ?", [(number,) for number in vector_ids])
-            self._db.execute("DELETE FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM rows)")
+            if self._db.execute("PRAGMA foreign_key_check").fetchone() is None:
+                self._db.execute("DELETE FROM chunks WHERE vector_id NOT IN (SELECT vector_id FROM rows)")
             self._touch()
 
     def delete(

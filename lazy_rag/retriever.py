@@ -420,10 +420,10 @@ class Retriever:
 
     def _replace(self, writes: Sequence[DocumentWrite], vectors: Mapping[str, Vectors]) -> Change:
         written = self._catalog.replace(writes, vectors, need_vectors=self._embedder is not None)
-        change, added = self._apply(written), {*written.change.added, *written.mended}
+        change = self._apply(written)
         for chunk in (chunk for write in writes for chunk in write.chunks):
-            if chunk.chunk_id in added:
-                self.anchors.add(chunk.chunk_id, chunk.text, chunk.namespace)
+            # known ones too: another process may have added them, which nothing here was told
+            self.anchors.add(chunk.chunk_id, chunk.text, chunk.namespace)
         for namespace in {write.namespace for write in writes}:
             self.anchors.remove(change.removed, namespace)
         return change

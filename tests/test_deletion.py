@@ -267,3 +267,17 @@ def test_a_part_of_a_remembered_text_is_forgotten_alone() -> None:
             rt.chunk(parts[1])
         assert [rt.chunk(part).id for part in (parts[0], parts[2])] == [parts[0], parts[2]]
         assert rt.remember_parts(text) == parts
+
+
+def test_a_text_that_another_runtime_had_first_is_found_verbatim_by_whoever_adds_it(tmp_path: Path) -> None:
+    with make_runtime(store=tmp_path) as x, make_runtime(store=tmp_path) as y:
+
+        def finds(rt: Runtime) -> bool:
+            answer = rt.chat(f"Context: {TOWER} Say.", anchor=True, sampling=SHORT)
+            return chunk_id in [use.chunk_id for use in answer.receipt.chunks]
+
+        (chunk_id,) = y.add_chunks([TOWER], ids=["first"])
+        x.add_chunks([TOWER], ids=["second"])
+        assert finds(x) and finds(y)
+        y.delete(["first"])
+        assert finds(x) and finds(y)

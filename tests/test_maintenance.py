@@ -781,3 +781,19 @@ def test_arguments_of_a_wrong_kind_change_nothing(store: Path, call: Any, option
     with pytest.raises(ConfigError):
         call(store, **options)
     assert records(store).sizes() == before
+
+
+def test_a_broken_reference_costs_no_text(store: Path) -> None:
+    """What only seems to belong to no document, as a damaged row says so, is the only copy of its text."""
+    with sqlite3.connect(store / "catalog.sqlite") as database:
+        texts = set(database.execute("SELECT text FROM chunks"))
+        database.execute("UPDATE rows SET vector_id = 99 WHERE row_id = (SELECT min(row_id) FROM rows)")
+    database.close()
+    for _ in range(2):
+        problems = maintenance.verify(store, repair=True)
+        assert any(
+            "broken reference in rows" in problem and "add its documents again" in problem for problem in problems
+        )
+    with sqlite3.connect(store / "catalog.sqlite") as database:
+        assert set(database.execute("SELECT text FROM chunks")) == texts
+    database.close()

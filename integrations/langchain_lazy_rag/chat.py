@@ -320,7 +320,8 @@ class ChatLazyRAG(BaseChatModel):
 
         Args:
             include_raw: give a dict of "raw" (the message), "parsed" and "parsing_error".
-            method: "json_schema" and "json_mode" (the answer is the object) or "function_calling" (a tool call is).
+            method: "json_schema" and "json_mode" (the answer is the object) or "function_calling" (a tool call is;
+                LangChain's form of a tool keeps properties alone, and loses classes inside themselves).
             strict: without effect; answers follow their schema always.
         """
         if kwargs:
@@ -330,9 +331,7 @@ class ChatLazyRAG(BaseChatModel):
         if method not in ("json_schema", "json_mode"):
             raise LazyRAGError(f"method={method!r} is not json_schema, json_mode or function_calling")
         described = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-        form = convert_to_json_schema(schema)
-        form = form if isinstance(schema, Mapping) else class_schema(form)
-        model = self.bind(json_schema=form, ls_structured_output_format=described)
+        model = self.bind(json_schema=_form(schema), ls_structured_output_format=described)
         parser: Runnable[Any, Any] = JsonOutputParser()
         if isinstance(schema, type) and is_basemodel_subclass(schema):
             parser = PydanticOutputParser(pydantic_object=schema)  # type: ignore[type-var]
@@ -365,6 +364,16 @@ def _schema_of(form: Any, other: Any) -> Any:
     if kind == "text":
         return None
     return schema if kind == "json_schema" else {"type": "object"}
+
+
+def _form(schema: Any) -> dict[str, Any]:
+    """The JSON schema of what `with_structured_output` takes. LangChain's own conversion loses what stands beside
+    missing properties, and every reference of a schema to itself, so it serves only for the other forms."""
+    if isinstance(schema, Mapping):
+        described = "function" in schema or "parameters" in schema or "input_schema" in schema
+        return convert_to_json_schema(schema) if described else dict(schema)  # type: ignore[arg-type]
+    own = getattr(schema, "model_json_schema", None)
+    return class_schema(convert_to_json_schema(schema) if own is None else own())
 
 
 def _tool(tool: Any) -> dict[str, Any]:

@@ -368,6 +368,33 @@ def test_a_schema_that_no_grammar_can_hold_is_refused_with_the_field(model: Chat
     assert "additionalProperties" not in bound.first.kwargs["json_schema"]
 
 
+class Tree(BaseModel):
+    value: int
+    kids: list[Tree] = Field(default=[], max_length=1)
+
+
+LEAF = {"type": "boolean"}
+OWN_SCHEMAS: list[tuple[dict[str, Any], Any]] = [
+    ({"title": "E", "type": "object", "additionalProperties": LEAF, "minProperties": 1, "maxProperties": 2}, dict),
+    ({"type": "array", "items": LEAF, "maxItems": 3}, list),
+    ({"$defs": {"L": LEAF}, "type": "array", "items": {"$ref": "#/$defs/L"}, "maxItems": 3}, list),
+]
+
+
+@pytest.mark.parametrize(("schema", "kind"), OWN_SCHEMAS)
+def test_a_schema_without_properties_is_held(schema: dict[str, Any], kind: type, model: ChatLazyRAG) -> None:
+    for seed in range(3):
+        answer = model.with_structured_output(schema).invoke("Say.", seed=seed, temperature=0.9, max_tokens=80)
+        assert isinstance(answer, kind)
+        assert all(isinstance(value, bool) for value in (answer.values() if isinstance(answer, dict) else answer))
+
+
+def test_a_class_that_holds_itself_is_held(model: ChatLazyRAG) -> None:
+    for seed in range(3):
+        answer = model.with_structured_output(Tree).invoke("Say.", seed=seed, temperature=0.9, max_tokens=200)
+        assert isinstance(answer, Tree)
+
+
 def test_a_structured_answer_never_ends_half_way(model: ChatLazyRAG) -> None:
     for seed in range(8):
         trip = ChatLazyRAG(runtime=model.runtime, max_tokens=40, temperature=1.5, seed=seed)
