@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from lazy_rag.catalog import ChunkRecord
 from lazy_rag.documents import Document
 from lazy_rag.errors import ConfigError, ContextOverflowError, LazyRAGError, StoreError
-from lazy_rag.keys import ChunkId, FieldHash, KeySpace, token_bytes
+from lazy_rag.keys import ChunkId, KeySpace
 from lazy_rag.layout import Chunk
 from lazy_rag.splitting import Splitter
 from lazy_rag.tokens import TextTokenizer
@@ -36,7 +36,7 @@ class Chunker:
         self._separator = tokens.content(separator)
         self._base = base
         self._max_tokens = max_tokens
-        self._text_tokens: dict[str, int | None] = {}  # of records that were asked for
+        self._text_tokens: dict[tuple[str, str, int, int], int | None] = {}  # of records that were asked for
         self._made: WeakValueDictionary[int, Chunk] = WeakValueDictionary()  # by address
 
     def record(self, text: str, namespace: str) -> ChunkRecord:
@@ -77,10 +77,8 @@ class Chunker:
     def text_tokens(self, record: ChunkRecord) -> int | None:
         """How many of a chunk's tokens are its text; the others are the separator. None where the tokens are not those
         of the text: the catalog that told them is damaged. A text is tokenised once."""
-        text = record.text.encode("utf-8", "surrogatepass")
-        known = (
-            FieldHash().add("id", record.chunk_id).add("tokens", token_bytes(record.token_ids)).add("text", text).hex()
-        )
+        # Python's own hashes: every request that finds the chunk in its prompt asks, and damage aims at none of them
+        known = record.chunk_id, record.namespace, hash(record.text), hash(record.token_ids)
         if known not in self._text_tokens:
             if len(self._text_tokens) >= _TOLD:
                 self._text_tokens.clear()

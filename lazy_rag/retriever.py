@@ -214,9 +214,8 @@ class Retriever:
 
         def write() -> None:
             self._catalog.mend(records)
-            for record in self._catalog.known(
-                record.chunk_id for record in records
-            ).values():  # not if deleted meanwhile
+            # those that were not deleted meanwhile
+            for record in self._catalog.known([record.chunk_id for record in records]).values():
                 self.anchors.add(record.chunk_id, record.text, record.namespace)
 
         self._call(write)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128)
-
-
 # sequences of a step whose tiles have 16 packed rows (decoding, for most models) up to which they are for this kernel.
 # Of 1, 2, 4, 8 and 32 that were measured (kernels/NOTES.md), 8 gain where chunks are short or shared and nothing where
 # they are long and distinct; 32 lose, as it multiplies 64 rows where a request has four and meets the power limit
